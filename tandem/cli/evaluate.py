@@ -79,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
         check_columns(source.task.train_prompt(0).columns, rewards.columns)
         check_prompts("--prompts", options.prompts, recipe.rollout, available_bytes(recipe.machine.memory_gib), source.task.size)
         prompts = source.fresh(options.prompts)
-        llm = LLM(options.model, kernels=recipe.machine.kernels, verify=options.verify)
+        llm = LLM(
+            options.model, kernels=recipe.machine.kernels, verify=options.verify, model_impl=recipe.model.implementation,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
 
         tools = None
         if recipe.rollout.multi_turn is not None:

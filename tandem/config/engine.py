@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from tandem.config.arguments import explained
+from tandem.config.implementation import Implementation, ImplementationName
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
 from tandem.config.pooling import Convert, PoolerConfig, Runner, check_overrides
 from tandem.config.traces import TracesConfig, TracesProtocol, check_endpoint
@@ -133,6 +134,11 @@ class EngineArgs:
     file."""
     override_generation_config: Mapping[str, Any] | None = None
     """Values that replace those of `generation_config.json`: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`."""
+    model_impl: ImplementationName = "auto"
+    """Who computes the model. `auto` and `tandem`: Tandem's own network, for the families that it declares. `transformers`: the module of transformers, for
+    any other decoder that it has, with the engine's attention, KV cache and products; slower, in one process."""
+    trust_remote_code: bool = False
+    """With `transformers`: run the code in the model's folder if its class is not in transformers. It can do anything on this machine."""
     runner: Runner = "auto"
     """`generate`: the engine generates text; `pooling`: it embeds or scores texts; `auto`: what the model's folder is for."""
     convert: Convert = "auto"
@@ -232,6 +238,11 @@ class EngineArgs:
         return TracesConfig(self.otlp_traces_endpoint, self.otlp_traces_protocol)
 
     @property
+    def implemented_by(self) -> Implementation:
+        """Who computes the model."""
+        return Implementation(self.model_impl, self.trust_remote_code)
+
+    @property
     def admission(self) -> Literal["static", "dynamic", "continuous", "chunked"]:
         """The admission mode: ``batching``, or ``chunked`` if prompts are split too."""
         return "chunked" if self.batching == "continuous" and self.enable_chunked_prefill else self.batching
@@ -264,6 +275,7 @@ class EngineArgs:
             )
         self._check_slowdown()
         self._check_pooling()
+        self._check_implementation()
         if self.speculative_config is not None:
             self.speculative_config.check()
             if self.speculative_config.draft_tokens >= self.max_num_batched_tokens:
@@ -297,6 +309,18 @@ class EngineArgs:
             self.pooler_config.check()
         if self.runner == "pooling" and self.speculative_config is not None:
             raise UserError("engine runner is 'pooling', which draws no tokens, and speculative_config is given; leave it out")
+
+    def _check_implementation(self) -> None:
+        if self.model_impl != "transformers":
+            reason = f"engine.model_impl is '{self.model_impl}', which runs no code of a model's folder"
+            refuse_unread("engine", self, reason, "trust_remote_code", fix="set model_impl to transformers")
+            return
+        cannot = {"tensor_parallel_size": 1, "quantization": None, "enable_lora": False}
+        for name, only in cannot.items():
+            if (given := getattr(self, name)) != only:
+                raise UserError(f"engine {name} is {given!r} and model_impl 'transformers', which computes whole models of plain weights; leave it out")
+        if self.runner == "pooling":
+            raise UserError("engine runner is 'pooling' and model_impl 'transformers', which computes models that generate text; leave it out")
 
     def _check_slowdown(self) -> None:
         slowdown = self.max_prefill_slowdown

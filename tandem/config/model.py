@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.implementation import Implementation, ImplementationName
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -90,12 +91,27 @@ class ModelConfig:
     """The model to create; a section of its own, below."""
     max_length: int = 0
     """Maximum tokens of prompt and completion together. 0: the model's context."""
+    implementation: ImplementationName = "auto"
+    """Who computes the model. `auto` and `tandem`: Tandem's own network, for the families in [models](models.md). `transformers`: the module of transformers,
+    for any other decoder that it has, with Tandem's attention, KV cache and products; slower, in one process for each copy of the model."""
+    trust_remote_code: bool = False
+    """With `implementation: transformers`: run the code in the model's folder if its class is not in transformers. It can do anything on this machine."""
     export_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """Dtype of the trained model that the run writes at its end. `auto`: that of the model in `path`; of a created model, `trainer.dtype`."""
+
+    @property
+    def implemented_by(self) -> Implementation:
+        """Who computes the model."""
+        return Implementation(self.implementation, self.trust_remote_code)
 
     def check(self) -> None:
         if (self.path is None) == (self.create is None):
             given = "both are given" if self.path is not None else "neither is given"
             raise UserError(f"section 'model' needs either 'path' or 'create'; {given}")
+        if self.create is not None and self.implementation == "transformers":
+            raise UserError("'model.implementation' is 'transformers' with model.create, whose families are Tandem's own; leave it out, or give model.path")
+        if self.implementation != "transformers":
+            reason = f"model.implementation is '{self.implementation}', which runs no code of a model's folder"
+            refuse_unread("model", self, reason, "trust_remote_code", fix="set model.implementation to transformers")
         if self.max_length < 0:
             raise UserError(f"'model.max_length' is {self.max_length}; it must be 0 (the model's own context) or more")

@@ -25,6 +25,7 @@ from tandem.config.task import TaskConfig
 from tandem.config.traces import TracesConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.transformers_module import Refusal, check_transformers_module
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -243,6 +244,8 @@ class PretrainRecipe:
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
+        values: tuple[Refusal, ...] = (("algorithm.name", self.algorithm.name if self.trains_values else None, (None,), "has no value head"),)
+        check_transformers_module(self.model, self.trainer, self.parallel, values)
         self._check_memory()
         self._check_machines()
         self._check_lora()

@@ -37,6 +37,7 @@ from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.traces import TracesConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.transformers_module import check_transformers_module, of_rollouts
 from tandem.config.unread import refuse_unread
 from tandem.config.watchdog import WatchdogConfig
 from tandem.types.errors import UserError
@@ -142,6 +143,7 @@ class Recipe:
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
         check_backends(self)
+        check_transformers_module(self.model, self.trainer, self.parallel, of_rollouts(self))
         self._check_tiers()
         self.trainer.check_share_prompts(self.parallel.context)
         self._check_lora()

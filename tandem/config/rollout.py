@@ -68,6 +68,8 @@ class RolloutConfig:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "engine.model": "the engine samples from the model that is trained, section 'model'",
+        "engine.model_impl": "trainer and rollout both use model.implementation",
+        "engine.trust_remote_code": "trainer and rollout both use model.trust_remote_code",
         "engine.revision": "a model of the Hub has its revision in 'model.path': OWNER/NAME@REVISION",
         "engine.generation_config": "rollouts are drawn with the sampling parameters of section 'rollout' alone",
         "engine.override_generation_config": "rollouts are drawn with the sampling parameters of section 'rollout' alone",

@@ -98,7 +98,6 @@ ENGINE = {
     "tokenizer_mode": "the tokenizer.json of the model's folder is used; leave it out",
     "tokenizer_revision": "give the folder of the tokenizer as tokenizer",
     "torch_dtype": "use dtype",
-    "trust_remote_code": "no code of a model's folder is ever run, as it could do anything on this machine; the families of tandem.model.families need none",
     "use_v2_block_manager": "leave it out",
     "worker_cls": "workers cannot be replaced; leave it out",
 }
@@ -112,7 +111,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
-    "trust_remote_code": (False,),
 }
 """Options of vLLM's engine that change nothing here with these values."""
 METHODS = {

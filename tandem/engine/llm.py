@@ -105,7 +105,7 @@ class LLM:
         folder = self._held.path
         model_pooling = read_pooling(folder, args)
         heads: Heads = "language" if model_pooling is None else model_pooling.heads
-        shapes = read_shapes(folder, heads)
+        shapes = read_shapes(folder, heads, args.implemented_by)
         if model_pooling is not None and args.speculative_config is not None:
             raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
@@ -134,7 +134,7 @@ class LLM:
             decoder = load_decoder(
                 folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
                 quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision, lora=trained_lora,
-                heads=heads,
+                heads=heads, implemented_by=args.implemented_by,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from tandem.config.engine import AttentionBackend, EngineArgs, ModelDtype, SpeculativeConfig
+from tandem.config.implementation import ImplementationName
 from tandem.config.pooling import Convert, PoolerConfig, Runner
 from tandem.config.traces import TracesProtocol
 from tandem.types.kv_cache import KVCacheDtype
@@ -23,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     generation_config: str
     override_generation_config: Mapping[str, Any] | None
     load_format: Literal["auto", "dummy"]
+    model_impl: ImplementationName
     runner: Runner
     convert: Convert
     pooler_config: PoolerConfig | Mapping[str, Any] | None

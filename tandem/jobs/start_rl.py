@@ -115,7 +115,7 @@ def _execute(
         start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
-        shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+        shapes, context = read_shapes(start, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
         planned = plan_of(recipe, shapes, context)
         journal.set("memory", asdict(planned.host))
         journal.set("residents", {**asdict(planned.residency), "why": planned.why})

@@ -10,6 +10,13 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
     """Raises ``UserError``, naming the setting, its value and the model's size, if ``parallel`` does not divide the model. ``repeats_heads``: several
     tensor-parallel ranks may have the same key-value head."""
     tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
+    if shapes.transformers is not None:
+        divided = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
+        for name, size in divided.items():
+            if size > 1:
+                raise UserError(f"'parallel.{name}' is {size}, and a module of transformers (model.implementation) is not divided; leave it at 1")
+        if parallel.zero == 3:
+            raise UserError("'parallel.zero' is 3, and a module of transformers (model.implementation) has whole weights on every rank; set it to 2")
     if tensor > 1 and shapes.qk_norm_all_heads:
         raise UserError(f"'parallel.tensor' is {tensor}; this {shapes.architecture} model has norms of queries and keys over all heads: leave it at 1")
     counts = {"num_attention_heads": shapes.num_attention_heads}

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from tandem.config.lora import ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
 from tandem.layout.latent_attention import AttentionMatrix, LatentAttention
+from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
 
 
@@ -140,6 +141,7 @@ class ModelShapes:
     denominator. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
     ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
     in the norm of its queries and keys.
+    ``transformers``: the module of transformers that computes the network, whose parameters have the module's names (``None``: Tandem's decoder does).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -186,6 +188,7 @@ class ModelShapes:
     centred_norms: bool = False
     parallel_blocks: bool = False
     qk_norm_by_head: bool = False
+    transformers: TransformersModule | None = None
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -339,6 +342,7 @@ class ModelShapes:
             "rotary frequencies of short and of long runs (longrope)": self.rope_scaling.kind == "longrope",
             "attention and MLP in parallel": self.parallel_blocks,
             "norms of queries and keys with weights for each head": self.qk_norm_by_head,
+            "a module of transformers (model.implementation: transformers)": self.transformers is not None,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -435,6 +439,9 @@ class Parameter(NamedTuple):
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
+    if shapes.transformers is not None:
+        yield from (Parameter(name, shape) for name, shape in shapes.transformers.parameters)
+        return
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_hidden_layers):

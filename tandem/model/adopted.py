@@ -42,10 +42,11 @@ def packed_layout(kernels: Kernels) -> Layout | None:
 
 
 def adoptable_layout(decoder: Decoder) -> Layout | None:
-    """Returns the layout of published matrices that ``decoder`` can compute with where they are; ``None`` if there is none: it is on a GPU, has an adapter, a
-    value head or quantized weights, its kernels round the weights, or it is a shard whose kernels may give a stack other bits than its parts."""
+    """Returns the layout of published matrices that ``decoder`` can compute with where they are; ``None`` if there is none: it is on a GPU, a module
+    of transformers, has an adapter, a value head or quantized weights, its kernels round the weights, or it is a shard whose kernels may give a stack other
+    bits than its parts."""
     shapes = decoder.shapes
-    is_plain = shapes.lora is None and shapes.value_head == "none" and decoder.quantization is None
+    is_plain = shapes.lora is None and shapes.value_head == "none" and decoder.quantization is None and shapes.transformers is None
     layout = packed_layout(decoder.kernels) if is_plain and decoder.device.type == "cpu" else None
     return None if layout == "rows" and decoder.group is not None else layout
 

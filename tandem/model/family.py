@@ -153,6 +153,10 @@ class Family:
         return {trait.name: value for trait, value in traits if isinstance(trait, ConfigFlag)}
 
 
+OTHERS = "; other decoders of transformers are computed, slower, with model.implementation: transformers (--model-impl transformers)"
+"""The end of a message about a family that is not declared."""
+
+
 def all_families() -> dict[str, Family]:
     """Returns every family by its ``model_type``: one for each module of ``tandem.model.families``."""
     modules = (importlib.import_module(f"{families.__name__}.{module.name}") for module in pkgutil.iter_modules(families.__path__))
@@ -182,7 +186,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
             f"'{where}' has model_type {reprlib.repr(model_type)}, whose language model of model_type '{inner['model_type']}' is supported only in a folder of "
             f"its own: load it with transformers as {known[inner['model_type']].class_name}, and save that"
         )
-    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{_nearest(model_type, known)}")
+    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{_nearest(model_type, known)}{OTHERS}")
 
 
 def family_to_create(name: str) -> Family:

@@ -38,4 +38,7 @@ def recipe_shapes(model: ModelConfig, ignored: tuple[str, ...] = ()) -> ModelSha
         with folder_without_weights(model.create) as folder:
             return read_shapes(folder)
     assert model.path is not None
-    return read_model_sizes(find_model(model.path, "description"), ignored, as_trained=True)
+    folder = find_model(model.path, "description")
+    if model.implemented_by.is_transformers:
+        return read_shapes(folder, implemented_by=model.implemented_by)
+    return read_model_sizes(folder, ignored, as_trained=True)

@@ -123,6 +123,7 @@ def build_actor(
     settings = ReplicaSettings(
         start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed, context=context
     )
+    settings = replace(settings, implemented_by=recipe.model.implemented_by)
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most, context) if recipe.has_critic else None
@@ -136,7 +137,10 @@ def build_actor(
     follows = recipe.reference.follows
     referred = settings
     if recipe.reference.path:
-        referred = ReplicaSettings(found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most, context=context)
+        referred = ReplicaSettings(
+            found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most, context=context,
+            implemented_by=recipe.model.implemented_by,
+        )  # fmt: skip
     reference = frozen("updated_reference" if follows else "reference", referred) if recipe.holds_reference else None
     reward_model = None
     if recipe.reward_model.path:

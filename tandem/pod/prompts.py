@@ -13,7 +13,7 @@ from tandem.types import UserError
 def context_tokens(model: ModelConfig, max_new_tokens: int, folder: Path) -> int:
     """Returns the tokens that prompt and completion may have together. ``max_new_tokens``: ``rollout.max_tokens``. Raises ``UserError`` where
     the recipe asks for more than the model in ``folder`` has."""
-    shapes = read_shapes(folder)
+    shapes = read_shapes(folder, implemented_by=model.implemented_by)
     most = shapes.max_position_embeddings
     if model.max_length > most:
         raise UserError(f"'model.max_length' is {model.max_length}, more than the {most} positions of the model in {folder}")

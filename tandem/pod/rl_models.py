@@ -18,6 +18,5 @@ def rl_models(recipe: Recipe, actor: ModelShapes) -> RLModels:
         # As ``start_shapes`` has it, of a folder that need not be there yet.
         with_head = replace(actor, value_head="token", language_head=False, tie_word_embeddings=False)
         critic = start_shapes(found_model(recipe.critic.path), "token") if recipe.critic.path else with_head
-    return RLModels(
-        actor, read_shapes(found_model(referred)) if referred else None, critic, read_shapes(found_model(scored), "any") if scored else None
-    )
+    reference = read_shapes(found_model(referred), implemented_by=recipe.model.implemented_by) if referred else None
+    return RLModels(actor, reference, critic, read_shapes(found_model(scored), "any") if scored else None)

@@ -62,6 +62,8 @@ class RolloutWorker:
         args = replace(
             recipe.rollout.engine,
             model=str(folder),
+            model_impl=recipe.model.implementation,
+            trust_remote_code=recipe.model.trust_remote_code,
             load_format="dummy" if lora is None and not meta.get("reads_weights") else "auto",
             generation_config="vllm",
             seed=recipe.run.seed,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.config.implementation import OWN, Implementation
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.training.layout import layout_of_trainer
@@ -40,7 +41,7 @@ class ReplicaSettings:
     ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
     tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does.
     ``context``: the tokens of the run's longest sequence (0: the model's own). ``head_seed``: draws a value head beside the language-model head (``None``:
-    there is none). ``seed``: draws the adapter of ``trainer.lora``."""
+    there is none). ``seed``: draws the adapter of ``trainer.lora``. ``implemented_by``: who computes the model."""
 
     start: Path
     directory: Path
@@ -51,6 +52,7 @@ class ReplicaSettings:
     head_seed: int | None = None
     seed: int = 0
     context: int = 0
+    implemented_by: Implementation = OWN
 
     def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         """Yields what ``model`` starts with."""
@@ -109,11 +111,11 @@ def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_f
     """Returns this rank's part of the network in the trainer's precision, and the pipeline that it is a stage of (``None``: it is whole). ``is_filled``: with
     its weights. Raises ``UserError`` if the folder does not hold the model."""
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
-    spans = spans_of(parallel, read_shapes(settings.start, "any"))
+    spans = spans_of(parallel, read_shapes(settings.start, "any", settings.implemented_by))
     model = unfilled_model(
         settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device, parallel=ranks.model_parallel(),
         spans=own_spans(parallel, spans, stages.rank), heads="any", value_head="none" if settings.head_seed is None else "token",
-        lora=settings.trainer.lora,
+        lora=settings.trainer.lora, implemented_by=settings.implemented_by,
     )  # fmt: skip
     model.use_context(settings.context or model.positions)
     if is_filled:

@@ -93,10 +93,10 @@ def test_a_flag_of_vllm_that_is_missing_is_answered_with_what_to_use(capsys: pyt
             check_flags(["m", f"{flag}=1"], known)
         for word in re.split(r"[ ,;:]+", instead):
             assert not word.startswith("--") or word in known, instead
-    assert main(["serve", "--trust-remote-code", "Qwen/Qwen3-0.6B"]) == 2
+    assert main(["generate", "m", "--trust-remote-code", "--prompt", "a"]) == 2
     assert main(["generate", "m", "-pp", "2", "--prompt", "a"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("tandem: '--trust-remote-code' is a flag of vLLM that Tandem does not have: no code of a model's folder is ever run")
+    assert lines[0].startswith("tandem: 'engine.trust_remote_code' is true, which is not read: engine.model_impl is 'auto', which runs no code of a model's")
     assert lines[1] == "tandem: '-pp' is a flag of vLLM that Tandem does not have: use --tensor-parallel-size" and len(lines) == 2
 
 

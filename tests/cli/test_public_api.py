@@ -41,7 +41,7 @@ def test_the_options_that_type_checkers_know_are_the_fields_of_engine_args() -> 
     from tandem.engine.llm_options import EngineOptions
 
     fields, typed = typing.get_type_hints(tandem.EngineArgs), typing.get_type_hints(EngineOptions)
-    assert set(typed) - {"trust_remote_code"} == set(fields) - {"model", "tokenizer"}
+    assert set(typed) == set(fields) - {"model", "tokenizer"}
     for name in typed.keys() & fields.keys():
         assert set(parts(fields[name])) <= set(parts(typed[name])), name
 
@@ -75,7 +75,7 @@ def test_a_name_of_vllm_or_trl_is_answered_with_what_has_its_place() -> None:
         (lambda: tandem.LoRARequest("a", 1, lora_local_path="x"), "LoRARequest has no 'lora_local_path': use lora_path"),
         (lambda: tandem.EngineArgs(modle="x"), "EngineArgs has no 'modle'; did you mean 'model'?"),
         (lambda: tandem.EngineArgs("x", pipeline_parallel_size=2), "EngineArgs has no 'pipeline_parallel_size': use tensor_parallel_size"),
-        (lambda: tandem.LLM("x", trust_remote_code=True), "LLM has no 'trust_remote_code': no code of a model's folder is ever run"),
+        (lambda: tandem.LLM("x", trust_remote_code=True), "'engine.trust_remote_code' is true, which is not read: engine.model_impl is 'auto'"),
         (lambda: tandem.LLM("x", speculative_model="y"), "LLM has no 'speculative_model': use speculative_config={'method': 'ngram'}"),
         (lambda: tandem.LLM("x", speculative_config={"method": "eagle"}), "'engine.speculative_config.method' is 'eagle'; it must be one of ngram, suffix"),
         (lambda: tandem.LLM("x", max_num_seq=3), "LLM has no 'max_num_seq'; did you mean 'max_num_seqs'?"),

@@ -6,13 +6,14 @@ from typing import Literal
 import torch
 
 from tandem.config.engine import AttentionBackend
+from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
 from tandem.kernels import KernelChoice, select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import Heads
-from tandem.model.huggingface.model_folder import load_model, read_shapes
+from tandem.model.huggingface.model_folder import load_model, read_shapes, unfilled_model
 from tandem.model.initialise import initialise
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.formats import CheckpointFormat, read_format
@@ -40,6 +41,7 @@ def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
     attention: AttentionBackend = "auto", precision: Precision = "fp32", lora: LoraConfig | None = None, heads: Heads = "language",
+    implemented_by: Implementation = OWN,
 ) -> Decoder:
     """Returns the model in the folder ``model``.
 
@@ -58,6 +60,7 @@ def load_decoder(
         precision: The precision of the trainer whose bits the decoder reproduces.
         lora: The adapter that is trained beside the weights; it begins as a new one.
         heads: Those that the model may have.
+        implemented_by: Who computes it.
 
     Raises:
         UserError: Options that cannot be combined.
@@ -73,8 +76,14 @@ def load_decoder(
             if heads != "language":
                 raise UserError(f"model '{model}' is quantized, which engines that embed or score texts do not read; use the float checkpoint")
             return load_quantized(model, stored, chosen, dtype=dtype, device=device, group=group)
-        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, heads=heads, lora=lora, seed=seed)
-    decoder = Decoder(adapted_shapes(read_shapes(model, heads), lora), chosen, dtype=dtype, device=device, group=group)
+        return load_model(
+            model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, heads=heads, lora=lora, seed=seed,
+            implemented_by=implemented_by,
+        )
+    if implemented_by.is_transformers:
+        decoder = unfilled_model(model, chosen, dtype=dtype, device=device, implemented_by=implemented_by)
+    else:
+        decoder = Decoder(adapted_shapes(read_shapes(model, heads), lora), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)
     decoder.quantization = scheme
     return decoder

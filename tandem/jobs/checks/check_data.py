@@ -55,7 +55,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     check_offload(recipe.trainer, device)
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
-        shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder)
+        shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder, implemented_by=recipe.model.implemented_by)
         shapes = adapted_shapes(shapes, recipe.trainer.lora)
         spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:

@@ -10,6 +10,7 @@ from tandem.backends.megatron.device_check import check_device
 from tandem.backends.megatron.model_check import check_model
 from tandem.backends.vllm.model_check import check_model as check_vllm_model
 from tandem.config.engine import EngineArgs
+from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
@@ -100,8 +101,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:
-            _check_folder(folder, is_of_hub=hub_model(recipe.model.path or "") is not None)
-        shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+            _check_folder(recipe.model, folder)
+        shapes, context = read_shapes(folder, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         if recipe.rollout.backend == "vllm":
             check_vllm_model(shapes, pod_device(recipe.machine), recipe)
         check_placement(recipe.parallel)
@@ -114,7 +115,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             valued = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
             check_model_on_mesh(valued, recipe.parallel, recipe.trainer)
         if recipe.reference.path:
-            check_model_on_mesh(check_reference(recipe.reference.path, folder, shapes, context), recipe.parallel, recipe.trainer)
+            check_model_on_mesh(check_reference(recipe.reference.path, folder, shapes, context, recipe.model.implemented_by), recipe.parallel, recipe.trainer)
         if recipe.reward_model.path:
             scorer = check_value_model(recipe.reward_model.path, "reward_model.path", folder, shapes, context, needs_head=True)
             check_model_on_mesh(scorer, recipe.parallel, recipe.trainer)
@@ -176,7 +177,7 @@ def check_pod(recipe: Recipe) -> None:
     """Raises ``UserError`` or ``RunError`` where the pod of ``recipe`` cannot start on this machine as it is now, for a run that is resumed: before its
     stage of fine-tuning goes on."""
     with folder_to_check(recipe.model) as folder:
-        _check_pod(recipe, read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
+        _check_pod(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
 
 
 def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
@@ -195,7 +196,7 @@ def weight_buffers_bytes(recipe: Recipe) -> int:
     """Returns the bytes of shared memory that the weight buffers of a run of ``recipe`` take on the machine that begins it. Raises ``UserError`` without its
     model."""
     with folder_to_check(recipe.model) as folder:
-        return _weight_buffers(recipe, read_shapes(folder))
+        return _weight_buffers(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
 
 
 def _weight_buffers(recipe: Recipe, shapes: ModelShapes) -> int:
@@ -210,9 +211,11 @@ def _check_own_storage(url: str) -> None:
         raise UserError(f"'pods.weights_url' is '{url}', which has the weights of another run ('{held[-1]}'); give each run a folder of its own, or empty it")
 
 
-def _check_folder(folder: Path, is_of_hub: bool) -> None:
-    """Raises ``UserError`` for a folder that is not a whole model. ``is_of_hub``: its weights were seen on the Hub, and may not be here for a dry run."""
-    shapes, tokenizer = read_shapes(folder), Tokenizer.from_folder(folder)
+def _check_folder(model: ModelConfig, folder: Path) -> None:
+    """Raises ``UserError`` for a folder that is not the whole of ``model``. The weights of one of the Hub were seen there, and may not be here for a dry
+    run."""
+    shapes, is_of_hub = read_shapes(folder, implemented_by=model.implemented_by), hub_model(model.path or "") is not None
+    tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > shapes.vocab_size:
         raise UserError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tandem.config.implementation import OWN, Implementation
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
@@ -9,7 +10,9 @@ from tandem.model.model_source import found_model
 from tandem.types import UserError
 
 
-def check_value_model(path: str, key: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, needs_head: bool = False) -> ModelShapes:
+def check_value_model(
+    path: str, key: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, needs_head: bool = False, implemented_by: Implementation = OWN
+) -> ModelShapes:
     """Returns the shapes of the model that ``key`` of a recipe names as ``path``.
 
     Raises ``UserError`` where it reads other tokens than the model in ``actor``, or fewer than ``context_tokens``, and if it ``needs_head`` where it has
@@ -17,7 +20,7 @@ def check_value_model(path: str, key: str, actor: Path, actor_shapes: ModelShape
     folder = found_model(path)
     if not folder.is_dir():
         raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
-    shapes = read_shapes(folder, "any")
+    shapes = read_shapes(folder, "any", implemented_by)
     if needs_head and shapes.language_head:
         raise UserError(
             f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "
@@ -37,9 +40,10 @@ def check_value_model(path: str, key: str, actor: Path, actor_shapes: ModelShape
     return shapes
 
 
-def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int) -> ModelShapes:
-    """Returns the shapes of the model ``path`` of ``reference.path``. Raises ``UserError`` as ``check_value_model``, and where it gives no probabilities."""
-    shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens)
+def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, implemented_by: Implementation) -> ModelShapes:
+    """Returns the shapes of the model ``path`` of ``reference.path``, which is computed as the actor is. Raises ``UserError`` as ``check_value_model``, and
+    where it gives no probabilities."""
+    shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens, implemented_by=implemented_by)
     if not shapes.language_head:
         raise UserError(f"'reference.path' is '{path}', a model with a value head, which gives no probabilities of tokens; name a causal language model")
     return shapes

@@ -45,7 +45,7 @@ class DataSeconds(NamedTuple):
 def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> RLSeconds:
     """Returns the predicted seconds for prompts and completions of so many tokens. Raises ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
-        models = rl_models(recipe, read_shapes(folder))
+        models = rl_models(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
     parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
     device = check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks)
     seconds = iter(_seconds([work for part in parts for work in part], recipe.trainer, recipe.machine, device, recipe.parallel.world))
@@ -56,7 +56,7 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     """Returns the predicted seconds where all sequences of a step have ``data.sequence_length`` tokens. Raises ``UserError`` where the machine cannot be
     measured."""
     with folder_to_check(recipe.model) as folder:
-        shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
+        shapes = read_shapes(folder, "any" if recipe.trains_values else "language", recipe.model.implemented_by)
     trainer, length = recipe.trainer, recipe.data.sequence_length
     work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), 1, 1)]
     if recipe.has_reference:
@@ -70,7 +70,7 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
     """Returns the predicted CPU-seconds of a step of all ranks on a CPU together, where all sequences have ``data.sequence_length`` tokens. Raises
     ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
-        shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
+        shapes = read_shapes(folder, "any" if recipe.trains_values else "language", recipe.model.implemented_by)
     work = mesh_work(shapes, recipe.trainer, recipe.parallel, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens)
     return _cpu_seconds([work], recipe)
 
@@ -78,7 +78,7 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
 def rl_cpu_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> float:
     """Returns the predicted CPU-seconds of a step on a CPU for prompts and completions of so many tokens. Raises ``UserError`` as ``rl_seconds``."""
     with folder_to_check(recipe.model) as folder:
-        models = rl_models(recipe, read_shapes(folder))
+        models = rl_models(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
     parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
     return _cpu_seconds([*parts.generation, *parts.inference, *parts.training], recipe)
 

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _predict(run: DataRun) -> None:
         give_back()
         return speed._asdict()
 
-    shapes = adapted_shapes(read_shapes(run.start, "any"), recipe.trainer.lora)
+    shapes = adapted_shapes(read_shapes(run.start, "any", recipe.model.implemented_by), recipe.trainer.lora)
     prediction = data_prediction(recipe, shapes, quick)
     if run.records.journal is not None:
         layout = recipe_layout(recipe, shapes, on_cpu=model.device.type == "cpu")
@@ -160,6 +161,7 @@ def opened_run(
             _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or recipe.trainer.lora is not None)
         context = recipe.model.max_length or recipe.data.sequence_length
         settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context)
+        settings = replace(settings, implemented_by=recipe.model.implemented_by)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
@@ -229,7 +231,7 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     """Returns whether this machine has room for the freed memory that every rank keeps. Where ranks give it back, steps were measured 20 %
     slower."""
     trainer, parallel = settings.trainer, settings.parallel
-    shapes = adapted_shapes(read_shapes(settings.start, "any"), trainer.lora)
+    shapes = adapted_shapes(read_shapes(settings.start, "any", settings.implemented_by), trainer.lora)
     peak = machine_bytes(shapes, layout_of_trainer(trainer, parallel, settings.most_tokens))
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
@@ -261,7 +263,7 @@ def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callb
         callback.message(note)
     if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
-    kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start, "any").head_dim)
+    kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start, "any", settings.implemented_by).head_dim)
     check_same_kernels(ranks.world, kernels.name)
     if why := why_reference(machine.kernels, kernels, getattr(torch, trainer.dtype), ranks.device):
         callback.message(why)

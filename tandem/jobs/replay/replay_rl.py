@@ -147,7 +147,7 @@ def _scratch_pod(
 ) -> Iterator[Pod]:
     """Yields a pod that reads the run's checkpoints and its journal ``recorded``, and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
-    shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+    shapes, context = read_shapes(start, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
     planned = plan_of(recipe, shapes, context)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}, record))

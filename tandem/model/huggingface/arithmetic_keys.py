@@ -34,4 +34,5 @@ def refuse_other_terms(read: ConfigReader, family: str, understood: Collection[s
     """Raises ``UserError`` for the first key that changes the arithmetic and is not ``understood`` by ``family``."""
     for key, value in read.config.items():
         if key in NEUTRAL and key not in understood and value and value not in NEUTRAL[key]:
-            raise read.fail(key, value, f"a {family} model here has no such term; remove the key if the model was not trained with it")
+            fix = "remove the key if the model was not trained with it, or set model.implementation to transformers, whose module may have it"
+            raise read.fail(key, value, f"a {family} model here has no such term; {fix}")

@@ -11,11 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.config.implementation import OWN, Implementation
 from tandem.layout.shapes import ModelShapes, ValueHead, check_tensor_count
 from tandem.model.family import Family, family_named, family_of_config
 from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.rotary_config import read_rotaries, read_rotary_fraction, rotary_keys
+from tandem.model.transformers_module.read import read_module_shapes
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
@@ -47,10 +49,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
+def read_shapes(folder: str | Path, heads: Heads = "language", implemented_by: Implementation = OWN) -> ModelShapes:
     """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place, with ``labels``
-    one of several labels; with ``none`` those of its layers alone. Raises ``UserError`` for a folder without a model or a model that is not supported."""
+    one of several labels; with ``none`` those of its layers alone. ``implemented_by``: who computes it. Raises ``UserError`` for a folder without a model or
+    a model that is not supported."""
     path = Path(folder) / "config.json"
+    if implemented_by.is_transformers:
+        if heads not in ("language", "any"):
+            raise UserError(f"model '{folder}' and model_impl 'transformers': only models that generate text are computed by transformers; leave it out")
+        return read_module_shapes(folder, implemented_by.trust_remote_code)
     shapes = shapes_of(read_json(path), str(path))
     if heads == "none":
         return replace(shapes, language_head=False, value_head="none", num_labels=1, tie_word_embeddings=False)

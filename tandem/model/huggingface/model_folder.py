@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span, layer_of
@@ -61,11 +62,12 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADS = ("lm_head.", "score.")
 
 
-def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None, *, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of the folder by its Hugging Face name, or those that ``is_wanted`` selects, from one file or from shards; matrices that the
-    family's folder stacks one by one. Raises ``UserError`` before the first tensor if a file is missing, and while reading if one is broken."""
+    family's folder stacks one by one, unless they are not ``stacked`` for the reader. Raises ``UserError`` before the first tensor if a file is missing, and
+    while reading if one is broken."""
     folder = Path(folder)
-    stacks = _stacks_of(folder)
+    stacks = _stacks_of(folder) if stacked else None
     shards: dict[str, list[str] | None] = {}
     if (folder / WEIGHTS).is_file():
         shards[WEIGHTS] = None
@@ -102,7 +104,8 @@ def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tenso
     further = read_json(Path(folder) / "config.json").get("num_nextn_predict_layers")
     layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
 
-    return read_tensors(folder, lambda name: decoder.holds(name) or (layer_of(name) or 0) >= layers)
+    is_own = decoder.shapes.transformers is None
+    return read_tensors(folder, lambda name: decoder.holds(name) or (layer_of(name) or 0) >= layers, stacked=is_own)
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +117,8 @@ def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     """Returns a view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
+    if decoder.shapes.transformers is not None:
+        return cast("dict[str, Tensor]", cast("Any", decoder).huggingface_parameters())
     if decoder.is_packed or decoder.is_frozen:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
@@ -266,7 +271,11 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(f"tensor '{name}' is given twice; a checkpoint must contain each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
-    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_word_embeddings else None
+    embedding, head, module = "model.embed_tokens.weight", "lm_head.weight", decoder.shapes.transformers
+    if module is not None:
+        embedding, head = module.embedding, module.head
+        given = {name: tensor for name, tensor in given.items() if name in shapes or name == head or not module.ignores(name)}
+    tied_head = given.pop(head, None) if decoder.shapes.tie_word_embeddings else None
     for name, tensor in given.items():
         if name not in shapes:
             raise UserError(
@@ -286,23 +295,22 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
     for name, _ in wanted:
         if name not in given and decoder.holds(name):
             raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
-    if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
-        raise UserError(
-            "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
-            "tie_word_embeddings true; set it to false"
-        )
+    if tied_head is not None and embedding in given and not torch.equal(tied_head, given[embedding]):
+        raise UserError(f"tensor '{head}' differs from '{embedding}' but config.json has tie_word_embeddings true; set it to false")
     return given
 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
-    parallel: ModelParallel | None = None, heads: Heads = "language", lora: LoraConfig | None = None, seed: int = 0,
+    parallel: ModelParallel | None = None, heads: Heads = "language", lora: LoraConfig | None = None, seed: int = 0, implemented_by: Implementation = OWN,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, one rank's shard of it or its pipeline stages; with ``pack`` packed for inference,
     rounded as ``quantization`` says. ``heads``: those that it may have. ``lora``: a new adapter beside the weights, drawn from
-    ``seed``. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
-    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora)
+    ``seed``. ``implemented_by``: who computes it. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
+    decoder = unfilled_model(
+        folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora, implemented_by=implemented_by
+    )
     decoder.quantization = quantization or decoder.quantization
     try:
         tensors = trunk_tensors(folder) if heads == "none" else read_held(folder, decoder)
@@ -315,14 +323,20 @@ def load_model(
 def unfilled_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None, heads: Heads = "language",
-    value_head: ValueHead = "none", lora: LoraConfig | None = None,
+    value_head: ValueHead = "none", lora: LoraConfig | None = None, implemented_by: Implementation = OWN,
 ) -> Decoder:
     """Does ``load_model`` without the weights: the parameters are uninitialised. ``value_head``: one beside the language-model head. ``lora``: the
-    adapter that is trained beside the weights."""
-    shapes = adapted_shapes(read_shapes(folder, heads), lora)
+    adapter that is trained beside the weights. ``implemented_by``: who computes it."""
+    shapes = adapted_shapes(read_shapes(folder, heads, implemented_by), lora)
     shapes = shapes if value_head == "none" else replace(shapes, value_head=value_head)
     if is_packed_config(read_json(Path(folder) / "config.json")):
         raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
+    if shapes.transformers is not None:
+        # Imported here, because transformers is not needed for models of Tandem's own.
+        from tandem.model.transformers_module.decoder import new_decoder
+
+        assert group is None and parallel is None and len(spans) < 2 and shapes.exported == shapes
+        return new_decoder(shapes, kernels, folder, dtype, device)
     return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
 
 
@@ -356,14 +370,13 @@ def save_model(
         pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
     if not isinstance(eos_token_id, int | None) and len(eos_token_id) < 2:
         eos_token_id = next(iter(eos_token_id), None)
-    special = config_json(
-        decoder.shapes.exported, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
-    )
     if like is not None:
         special = read_json(like / "config.json")
         if not is_packed_config(special):
             # What was decoded is written as it is now.
             special.pop("quantization_config", None)
+    else:
+        special = config_json(decoder.shapes.exported, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id)
     dtype = dtype or decoder.dtype
     if tensors is None:
         assert isinstance(decoder, Decoder)

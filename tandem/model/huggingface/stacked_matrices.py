@@ -26,7 +26,7 @@ class Stacks:
     """The stacks in the folder of a model of ``shapes``; none for most families. A stack has the rows of its parts in order."""
 
     def __init__(self, shapes: ModelShapes) -> None:
-        self._stacks = dict(family_named(shapes.architecture).stacked)
+        self._stacks = dict(family_named(shapes.architecture).stacked) if shapes.transformers is None else {}
         self._rows = {name: shape[0] for name, shape in parameters(shapes.exported)} if self._stacks else {}
         self._stack_of = {part: stack for stack, parts in self._stacks.items() for part in parts}
         self._stack, self._part = _pattern(self._stacks), _pattern(self._stack_of)

@@ -21,6 +21,8 @@ class Placement(NamedTuple):
 
 def placement(model: Decoder, name: str) -> Placement:
     """Returns the placement of the parameter ``name`` of ``model.named_parameters()``."""
+    if model.shapes.transformers is not None:
+        return Placement("replicate", "tokens")
     # For parameters applied to the residual stream.
     residual: OverTensorRanks = "partial" if model.parallel is not None and model.parallel.sequence else "replicate"
     if name.endswith(".experts.down_bias") and not model.shard_spec.deterministic:

@@ -1,0 +1,198 @@
+"""A decoder whose network is a module of transformers, with the interface of ``Decoder`` for the engine, the trainer and the publication of weights."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.api import Kernels
+from tandem.kernels.kv_dtype import stored_dtype
+from tandem.layout.pipeline_stages import whole
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import WHOLE
+from tandem.model.attention import AttentionContext, PackedContext, PagedContext
+from tandem.model.decoder import Decoder
+from tandem.model.lora import LoraBatch
+from tandem.model.quantization.scheme import Scheme
+from tandem.model.recompute import Recompute, around_layers
+from tandem.model.routing import ReplayCount
+from tandem.model.transformers_module.attention import NAME, Computing, attach
+from tandem.model.transformers_module.describe import new_module, read_config
+from tandem.model.transformers_module.replaced import products, replace_parts
+from tandem.types.kv_cache import KVCacheDtype
+
+
+class TransformersDecoder(Decoder):
+    """The module of transformers that ``shapes`` describe, over a flat batch of T tokens.
+
+    Attention, linear layers, root-mean-square norms, common activations, the head and the log-probabilities are Tandem's kernels; the rest is the module's
+    own. It is never sharded, and has no adapter, value head or quantization. ``config``: of transformers, as ``read_config`` returns it.
+    """
+
+    def __init__(self, shapes: ModelShapes, kernels: Kernels, config: Any, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+        nn.Module.__init__(self)
+        assert shapes.transformers is not None
+        self.shapes = self.local = shapes
+        self.kernels, self.dtype, self.config = kernels, dtype, config
+        network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
+        self.computing = Computing(shapes, kernels)
+        replace_parts(network, self.computing)
+        attach(network, self.computing)
+        # Parameters are named by the first place that has them: as in a ``Decoder`` where it has the same.
+        self.embed_tokens = network.get_input_embeddings().weight
+        self.layers = network.get_submodule(shapes.transformers.layers)
+        self.network = network
+        for index, layer in enumerate(self.layers):
+            layer.forward = partial(self._layer, index, layer.forward)  # type: ignore[method-assign, assignment]
+        self.group = self.parallel = self.router_balance = None
+        self.shard_spec, self.spans = WHOLE, (whole(shapes.num_hidden_layers),)
+        self.lm_head = self.score = None
+        self.kv_cache_dtype: KVCacheDtype = "auto"
+        self.quantization: Scheme | None = None
+        self.around_layer = None
+        self.recompute: Recompute = "none"
+        self.replay_count = ReplayCount()
+        self.is_frozen = self._has_adapter = False
+        self._is_packed, self._packed_head, self._version = False, None, 0
+        self._around: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        head: Tensor = self.network.get_output_embeddings().weight
+        return head
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
+        lora: LoraBatch | None = None, span: Any = None, received: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
+        assert lora is None and received is None and router_logits is None
+        if isinstance(attention, PackedContext):
+            if attention.max_seqlen > self.shapes.max_position_embeddings:
+                raise ValueError(
+                    f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.shapes.max_position_embeddings} positions"
+                )
+            if not self._is_packed:
+                return self._compute(tokens, positions, attention)
+        with torch.no_grad():
+            hidden = self._compute(tokens, positions, attention)
+        wanted = attention.wanted if isinstance(attention, PagedContext) else None
+        return hidden if wanted is None else hidden.index_select(0, wanted)
+
+    def _compute(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        kernels, self._around = self.kernels, None
+        if isinstance(context, PackedContext):
+            kernels, self._around = around_layers(self.recompute, self.kernels, self.around_layer)
+        self.computing.begin(kernels, context, stored_dtype(self.kv_cache_dtype, self.dtype), tokens)
+        base = self.network.base_model
+        output = base(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _layer(self, index: int, forward: Callable[..., Any], hidden: Tensor, *given: Any, **named: Any) -> Any:
+        """Computes layer ``index`` of the module within the wrapper of layers."""
+        if self._around is None:
+            return forward(hidden, *given, **named)
+        state, rest = self.computing.state(), list[Any]()
+
+        def layer(x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+            # A layer that is computed again in the backward pass computes with what this pass had.
+            self.computing.restore(state)
+            output = forward(residual, *given, **named)
+            rest[:] = [output[1:]] if isinstance(output, tuple) else []
+            return (output[0] if isinstance(output, tuple) else output), residual
+
+        x, _ = self._around(index, layer, None, hidden)
+        return (x, *rest[0]) if rest else x
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def huggingface_parameters(self) -> dict[str, Tensor]:
+        """Returns every parameter by its name in the folder. Raises ``RuntimeError`` if they are packed."""
+        if self._is_packed:
+            raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
+        module = self.shapes.transformers
+        assert module is not None
+        return {name: self.network.get_parameter(own).detach() for (name, _), own in zip(module.parameters, module.names, strict=True)}
+
+    @property
+    def is_packed(self) -> bool:
+        return self._is_packed
+
+    @property
+    def packed(self) -> tuple[object, ...]:
+        return self._is_packed, self._version, self._packed_head
+
+    def packed_matrices(self) -> list[dict[str, Any]]:
+        if not self._is_packed:
+            return []
+        of_layers = [{str(place): each.packed for place, each in enumerate(products(layer))} for layer in self.layers]
+        return [*of_layers, {"head": self._packed_head}]
+
+    @torch.no_grad()
+    def pack(self, fill: Callable[[int], None] | None = None) -> None:
+        """Packs every matrix and the head for inference, and drops the plain matrices, as ``Decoder.pack``."""
+        if not self._is_packed:
+            for index, layer in enumerate(self.layers):
+                if fill is not None:
+                    fill(index)
+                self._pack_products(layer)
+            self._pack_products(self.network)
+            self._is_packed = True
+        self._packed_head = self.kernels.pack(self.head_weight)
+        self._version += 1
+
+    def _pack_products(self, module: nn.Module) -> None:
+        for each in products(module):
+            if each.packed is None:
+                each.packed, each.plain_shape = self.kernels.pack(each.plain()), each.weight.shape
+                each.weight.data = each.weight.data.new_empty(0)
+
+    def unpack(self, in_one_layer: bool = False) -> None:
+        for each in products(self.network):
+            if each.packed is not None:
+                each.packed = None
+                each.weight.data = torch.empty(each.plain_shape, dtype=self.dtype, device=self.device)
+        self._is_packed, self._packed_head = False, None
+
+    def twin(self) -> "TransformersDecoder":
+        twin = TransformersDecoder(self.shapes, self.kernels, self.config, dtype=self.dtype, device=self.device)
+        twin.kv_cache_dtype = self.kv_cache_dtype
+        return twin
+
+    def exchange_weights(self, twin: Decoder) -> None:
+        assert isinstance(twin, TransformersDecoder) and twin.shapes == self.shapes and twin.is_packed
+        self._is_packed, twin._is_packed = True, self._is_packed
+        self._packed_head, twin._packed_head = twin._packed_head, self._packed_head
+        self._version += 1
+        for own, other in zip(self.network.parameters(), twin.network.parameters(), strict=True):
+            own.data, other.data = other.data, own.data
+        for product, of_twin in zip(products(self.network), products(twin.network), strict=True):
+            product.packed, of_twin.packed = of_twin.packed, product.packed
+            product.plain_shape = of_twin.plain_shape
+
+    def frozen_tensors(self) -> list[Tensor]:
+        return []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "TransformersDecoder":
+        if self._is_packed:
+            raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
+        nn.Module._apply(self, fn, recurse)
+        self.dtype = self.embed_tokens.dtype
+        return self
+
+
+def new_decoder(shapes: ModelShapes, kernels: Kernels, folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> TransformersDecoder:
+    """Returns the decoder of the model in ``folder``, whose weights are uninitialised."""
+    assert shapes.transformers is not None
+    return TransformersDecoder(shapes, kernels, read_config(folder, shapes.transformers.trust_remote_code), dtype=dtype, device=device)
+
+
+__all__ = ["TransformersDecoder", "new_decoder"]

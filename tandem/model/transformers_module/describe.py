@@ -1,0 +1,202 @@
+"""Describes the module of transformers for a model's folder: its parameters, its layers and what they ask of attention, or why it cannot be used.
+
+As a program (``python -m tandem.model.transformers_module.describe FOLDER TRUST``) it prints the description as JSON, for processes that have not imported
+torch."""
+
+import json
+import re
+import reprlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.transformers_module import TransformersModule
+from tandem.model.transformers_module.attention import NAME, attention
+from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, one_line, probe
+from tandem.model.transformers_module.read import to_json
+from tandem.types import UserError
+
+_DYNAMIC = ("dynamic", "longrope")
+"""Scalings of rotary frequencies that depend on the longest sequence of a batch."""
+
+ALL_ATTENTION_FUNCTIONS.register(PROBE, observe)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, observed_mask)
+# Without a mask function of this name, transformers makes no masks.
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+
+
+def read_config(folder: str | Path, trust_remote_code: bool) -> Any:
+    """Returns the configuration of transformers. Raises ``UserError`` if it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"its config.json is not read by transformers ({one_line(error)})") from None
+
+
+def new_module(config: Any, function: str, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool) -> Any:
+    """Returns the causal language model of ``config`` with uninitialised weights in ``dtype``, whose attention is ``function``."""
+    with torch.device(device), _without_initialisation():
+        network = AutoModelForCausalLM.from_config(config, attn_implementation=function, dtype=dtype, trust_remote_code=trust_remote_code)
+    network.tie_weights()
+    return network.eval()
+
+
+def _without_initialisation() -> Any:
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
+
+
+def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
+    """Returns the shapes of the model in ``folder``, as transformers computes it. Raises ``UserError`` if Tandem cannot train and serve it."""
+    _check_code(json.loads((Path(folder) / "config.json").read_bytes()), trust_remote_code)
+    config = read_config(folder, trust_remote_code)
+    _check_config(config, trust_remote_code)
+    try:
+        network = new_module(config, PROBE, torch.float32, "meta", trust_remote_code)
+    except Exception as error:
+        raise UserError(f"transformers cannot make its module ({one_line(error)})") from None
+    _check_module(network)
+    names = _file_names(network)
+    _check_files(Path(folder), names, network)
+    return _shapes(network, config, names, probe(network), trust_remote_code)
+
+
+def _check_code(config: Any, trust_remote_code: bool) -> None:
+    """Raises ``UserError`` if transformers does not have the class, and nothing allows to run the code in the folder."""
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type in CONFIG_MAPPING_NAMES:
+        return
+    if not isinstance(config, dict) or not config.get("auto_map"):
+        raise UserError(f"transformers {transformers.__version__} has no model_type {reprlib.repr(model_type)}; a newer version may have it")
+    if not trust_remote_code:
+        raise UserError("its class is code in its own folder, which can do anything on this machine; read it, then set model.trust_remote_code to true")
+
+
+def _check_config(config: Any, trust_remote_code: bool) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError("it is an encoder with a decoder, and only models that are a decoder alone are trained and served")
+    if getattr(config, "text_config", None) is not None or getattr(config, "vision_config", None) is not None:
+        raise UserError("it has other parts beside a language model; save its language model with transformers, and name that folder")
+    if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"transformers has no causal language model of model_type '{config.model_type}'")
+    kinds = [kind for kind in getattr(config, "layer_types", None) or () if not str(kind).endswith("_attention") or str(kind).startswith("linear")]
+    if kinds:
+        raise UserError(f"it has layers of type '{kinds[0]}', which keep a state in the place of keys and values")
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for each in (rotary, *(inner for inner in rotary.values() if isinstance(inner, dict))):
+        if each.get("rope_type") in _DYNAMIC:
+            raise UserError(f"its rotary embedding is scaled by '{each['rope_type']}', which depends on the longest sequence of a batch")
+
+
+def _check_module(network: Any) -> None:
+    if not (network._supports_attention_backend or network._can_set_attn_implementation()):
+        raise UserError(f"{type(network).__name__} does not let other code compute its attention (_supports_attention_backend)")
+    head = network.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or network.get_input_embeddings() is None or network.base_model is network:
+        raise UserError(f"{type(network).__name__} has no plain head over a base model")
+    if head.bias is not None:
+        raise UserError("its language-model head has a bias, which the log-probabilities do not have")
+    parameters = dict(network.named_parameters())
+    if any(parameter.ndim > 2 for parameter in parameters.values()):
+        raise UserError("it is a mixture of experts, whose matrices have other names and shapes in the module than in its folder")
+    kept = [name for name in network.state_dict() if name not in dict(network.named_parameters(remove_duplicate=False))]
+    if kept:
+        raise UserError(f"it keeps '{kept[0]}' in its folder, which is no parameter")
+
+
+def _file_names(network: Any) -> dict[str, str]:
+    """Returns the name in the folder of every parameter, by its name in the module, also those of tied ones. Raises ``UserError`` if transformers
+    converts parameters when it saves them, beyond their names."""
+    own, every = dict(network.named_parameters()), dict(network.named_parameters(remove_duplicate=False))
+    try:
+        written = revert_weight_conversion(network, {name: parameter.detach() for name, parameter in own.items()})
+        numbered = revert_weight_conversion(network, {name: torch.tensor(number) for number, name in enumerate(every)})
+    except Exception as error:
+        raise UserError(f"its parameters are converted when it is saved ({one_line(error)})") from None
+    names = {int(number): name for name, number in numbered.items()}
+    if len(written) != len(own) or sorted(names) != list(range(len(every))):
+        raise UserError("its parameters are converted when it is saved")
+    return {name: names[number] for number, name in enumerate(every)}
+
+
+def _check_files(folder: Path, names: dict[str, str], network: Any) -> None:
+    """Raises ``UserError`` if the folder has other tensors than the parameters by their ``names``."""
+    known, ignored = set(names.values()), network._keys_to_ignore_on_load_unexpected or ()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 - it is no mapping
+                if name not in known and not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
+                    raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
+
+
+def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[Call], trust_remote_code: bool) -> ModelShapes:
+    layers = config.num_hidden_layers
+    if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
+        raise UserError(f"{len(calls)} of its {layers} layers compute attention, and each must once")
+    if len({call.heads for call in calls}) != 1 or len({call.cap for call in calls}) != 1:
+        raise UserError("its layers have heads of different numbers and sizes, or different caps")
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise UserError("its config.json does not say max_position_embeddings")
+    names = {id(module): name for name, module in network.named_modules()}
+    attention_names = [names[id(call.module)] for call in calls]
+    parameters = tuple((file_names[name], tuple(parameter.shape)) for name, parameter in network.named_parameters())
+    embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
+    name_of = {id(parameter): name for name, parameter in network.named_parameters()}
+    (query_heads, kv_heads, size), hidden = calls[0].heads, int(embedding.shape[1])
+    inner = getattr(config, "intermediate_size", None)
+    windows = tuple(call.window for call in calls)
+    return ModelShapes(
+        architecture=config.model_type,
+        vocab_size=int(embedding.shape[0]),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=query_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        intermediate_size=inner if isinstance(inner, int) and inner > 0 else 4 * hidden,
+        max_position_embeddings=positions,
+        tie_word_embeddings=head is embedding,
+        gated_mlp=any("gate" in name for name, _ in parameters),
+        layer_windows=windows if any(windows) else (),
+        score_cap=calls[0].cap,
+        transformers=TransformersModule(
+            class_name=type(network).__name__,
+            parameters=parameters,
+            names=tuple(name for name, _ in network.named_parameters()),
+            embedding=file_names[name_of[id(embedding)]],
+            head=file_names[f"{names[id(network.get_output_embeddings())]}.weight"],
+            attention=tuple(attention_names),
+            layers=_common_list(attention_names),
+            ignored=tuple(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()),
+            trust_remote_code=trust_remote_code,
+        ),
+    )
+
+
+def _common_list(names: list[str]) -> str:
+    """Returns the name of the list of layers that the modules ``names`` are parts of, one in each layer. Raises ``UserError`` if there is none."""
+    parts = [name.split(".") for name in names]
+    for place in range(1, len(parts[0])):
+        if [name[place : place + 1] for name in parts] == [[str(index)] for index in range(len(names))]:
+            return ".".join(parts[0][:place])
+    raise UserError("its layers are not one list")
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(to_json(describe(sys.argv[1], sys.argv[2] == "true"))))
+    except UserError as refused:
+        print(json.dumps({"refused": str(refused)}))

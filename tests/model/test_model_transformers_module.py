@@ -1,0 +1,212 @@
+"""Models that a module of transformers computes (``model.implementation: transformers``), against transformers itself: numbers, bits, folders, refusals."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.config.implementation import Implementation
+from tandem.kernels import select
+from tandem.kernels.mixed import in_precision
+from tandem.layout.shapes import parameter_count
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface
+from tandem.model.transformers_module.decoder import TransformersDecoder
+from tandem.model.transformers_module.read import from_json, to_json
+from tandem.types import UserError
+
+BY_TRANSFORMERS = Implementation("transformers")
+TYPES: dict[str, dict[str, Any]] = {
+    "arcee": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "exaone4": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "gpt2": {"hidden_size": 64},
+    "gpt_neox": {"hidden_size": 64},
+    "helium": {"hidden_size": 64, "head_dim": 16},
+    "nemotron": {"hidden_size": 64, "attention_bias": True},
+    "olmo": {"clip_qkv": 0.3},
+    "persimmon": {"hidden_size": 64},
+    "qwen3": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16, "attention_bias": True},
+    "stablelm": {"hidden_size": 64, "qk_layernorm": True, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": 9},
+}
+"""By ``model_type``: keys of a ``config.json`` beside the sizes of ``peer_model``."""
+QUICK = "gpt_neox"
+EACH_TYPE = pytest.mark.parametrize("model_type", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in TYPES])
+SEQUENCES = [torch.randint(3, 61, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
+
+
+@pytest.fixture(scope="module")
+def make_tiny(peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """``make_tiny(model_type)`` returns a random model of transformers and its folder."""
+
+    def make(model_type: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(model_type)
+        peer = peer_model(model_type, **TYPES[model_type])
+        peer.save_pretrained(folder)
+        return peer, folder
+
+    return make
+
+
+def packed_hidden(decoder: Decoder, sequences: list[Tensor]) -> Tensor:
+    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
+    return decoder(torch.cat(sequences), torch.cat([torch.arange(len(s)) for s in sequences]), PackedContext(bounds, max(map(len, sequences))))
+
+
+def peer_logits(peer: Any) -> Tensor:
+    return torch.cat([peer(s.unsqueeze(0)).logits[0] for s in SEQUENCES])
+
+
+@EACH_TYPE
+def test_logits_gradients_and_the_written_folder_are_those_of_transformers(model_type: str, make_tiny: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    peer, folder = make_tiny(model_type)
+    decoder = load_model(folder, select("reference", torch.float64), dtype=torch.float64, implemented_by=BY_TRANSFORMERS)
+    peer = peer.double()
+    assert isinstance(decoder, TransformersDecoder) and parameter_count(decoder.shapes) == sum(p.numel() for p in peer.parameters())
+    weights = torch.randn(sum(map(len, SEQUENCES)), 61, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, theirs = decoder.logits(packed_hidden(decoder, SEQUENCES)), peer_logits(peer)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    own = dict(decoder.network.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in peer.parameters())
+    for name, parameter in peer.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * largest)
+    save_model(decoder, tmp_path / "saved", tensors=to_huggingface(decoder), like=folder)
+    read, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True, dtype=torch.float64)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(tensor.equal(peer.state_dict()[name]) for name, tensor in read.state_dict().items())
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_a_token_has_the_same_bits_in_the_trainer_and_the_engine_however_tokens_come(
+    model_type: str, precision: str, make_tiny: Any, packed_logits: Callable[..., list[Tensor]], paged_logits: Callable[..., list[Tensor]]
+) -> None:
+    _, folder = make_tiny(model_type)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    kernels = in_precision(select("auto", dtype), "bf16" if precision == "bf16" else "fp32", torch.device("cpu"))
+    trained = load_model(folder, kernels, dtype=dtype, implemented_by=BY_TRANSFORMERS)
+    served = load_model(folder, kernels, dtype=dtype, pack=True, implemented_by=BY_TRANSFORMERS)
+    with torch.no_grad():
+        expected = packed_logits(trained, SEQUENCES)
+        chunks = [[(0, 5), (2, 16)], [(0, 7), (1, 1), (2, 3)], [(1, 1), (2, 64)], [(0, 64)]]
+        one_by_one = [[(s, 1)] for s in range(3) for _ in SEQUENCES[s]]
+        others = [
+            [packed_logits(trained, [each])[0] for each in SEQUENCES], packed_logits(served, SEQUENCES), paged_logits(served, SEQUENCES, chunks),
+            paged_logits(served, SEQUENCES, one_by_one), paged_logits(trained, SEQUENCES, chunks),
+        ]  # fmt: skip
+    assert [[a.equal(b) for a, b in zip(expected, other, strict=True)] for other in others] == [[True] * 3] * 5
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_gradients_with_recomputed_layers_have_the_same_bits(recompute: Any, make_tiny: Any) -> None:
+    decoder = load_model(make_tiny(QUICK)[1], select("auto"), implemented_by=BY_TRANSFORMERS)
+    gradients = []
+    for each in ("none", recompute):
+        decoder.recompute = each
+        decoder.zero_grad()
+        first = packed_hidden(decoder, SEQUENCES).square().sum()
+        # Another pass in between must not change what a layer is computed again with.
+        packed_hidden(decoder, SEQUENCES[:1])
+        first.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in decoder.named_parameters() if parameter.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and all(gradients[0][name].equal(gradients[1][name]) for name in gradients[0])
+
+
+def test_a_twin_takes_the_place_of_the_weights_and_gives_them_back(make_tiny: Any, packed_logits: Callable[..., list[Tensor]]) -> None:
+    _, folder = make_tiny(QUICK)
+    decoder = load_model(folder, select("auto"), pack=True, implemented_by=BY_TRANSFORMERS)
+    twin, before = decoder.twin(), packed_logits(decoder, SEQUENCES)
+    load_tensors(twin, ((name, tensor * 1.5) for name, tensor in read_tensors(folder)), pack=True)
+    changed = packed_logits(twin, SEQUENCES)
+    decoder.exchange_weights(twin)
+    assert all(a.equal(b) for a, b in zip(packed_logits(decoder, SEQUENCES), changed, strict=True))
+    load_tensors(decoder, read_tensors(folder), pack=True)
+    assert all(a.equal(b) for a, b in zip(packed_logits(decoder, SEQUENCES), before, strict=True))
+    assert [name for name, _ in read_tensors(folder)] == sorted(name for name, _ in decoder.shapes.transformers.parameters)
+
+
+@pytest.mark.full
+def test_a_process_without_torch_reads_the_same_shapes(make_tiny: Any) -> None:
+    folder = make_tiny(QUICK)[1]
+    code = (
+        "import json, sys; from tandem.model.transformers_module.read import read_module_shapes, to_json; "
+        "shapes = read_module_shapes(sys.argv[1], False); assert 'torch' not in sys.modules; print(json.dumps(to_json(shapes)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True).stdout
+    shapes = read_shapes(folder, implemented_by=BY_TRANSFORMERS)
+    assert from_json(json.loads(printed)) == shapes == from_json(json.loads(json.dumps(to_json(shapes))))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba", {}, "keep a state|attention"),
+    ("t5", {}, "encoder with a decoder"),
+    ("mixtral", {}, "mixture of experts"),
+    ("phi", {}, "head has a bias"),
+    ("bloom", {}, "does not let other code compute its attention"),
+    ("cohere", {}, "changes its logits after the head"),
+    ("gpt_oss", {"num_local_experts": 4}, "mixture of experts"),
+    ("deepseek_v3", {"first_k_dense_replace": 2}, "heads have"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the longest sequence of a batch"),
+    ("qwen3_next", {}, "keep a state"),
+    ("bert", {"is_decoder": False}, "causal|head has a bias"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "says"), REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_a_model_that_cannot_be_computed_is_refused_in_one_line_before_its_weights_are_read(
+    model_type: str, keys: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    small = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 80}
+    AutoConfig.for_model(model_type, **{**small, **keys}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=says) as refused:
+        read_shapes(tmp_path, implemented_by=BY_TRANSFORMERS)
+    assert "\n" not in str(refused.value) and "model.implementation" in str(refused.value)
+
+
+def test_code_in_a_folder_runs_only_where_it_is_asked_for(tmp_path: Path, make_tiny: Any) -> None:
+    _, folder = make_tiny("ernie4_5")
+    marker = tmp_path / "ran"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "own.MyConfig", "AutoModelForCausalLM": "own.MyModel"}}
+    (folder / "own.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import Ernie4_5Config, Ernie4_5ForCausalLM\n"
+        "class MyConfig(Ernie4_5Config):\n    model_type = 'mine'\n"
+        "class MyModel(Ernie4_5ForCausalLM):\n    config_class = MyConfig\n"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"set model\.trust_remote_code to true"):
+        read_shapes(folder, implemented_by=BY_TRANSFORMERS)
+    with pytest.raises(UserError, match=r"model\.implementation: transformers"):
+        read_shapes(folder)
+    assert not marker.exists()
+    shapes = read_shapes(folder, implemented_by=Implementation("transformers", trust_remote_code=True))
+    assert marker.exists() and shapes.transformers is not None and shapes.transformers.class_name == "MyModel"
+
+
+def test_an_unknown_family_is_refused_with_the_nearest_one_and_the_key(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen22"}))
+    with pytest.raises(UserError, match=r"Did you mean 'qwen2'\?; other decoders of transformers are computed, slower, with model\.implementation: tr"):
+        read_shapes(tmp_path)
+    with pytest.raises(UserError, match=r"transformers [0-9.]+ has no model_type 'qwen22'"):
+        read_shapes(tmp_path, implemented_by=BY_TRANSFORMERS)
+    llama = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80, "vocab_size": 61}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **llama, "final_logit_softcapping": 3.0}))
+    with pytest.raises(UserError, match=r"has no such term; remove the key if .* or set model.implementation to transformers"):
+        read_shapes(tmp_path)
