@@ -41,6 +41,24 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
     return precision == "fp8" and not (torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY)
 
 
+def dot_products(kernels: Kernels) -> bool:
+    """Returns whether ``kernels``, not mixed ones, multiply in bf16 by an instruction of the processor."""
+    products = getattr(kernels, "bf16_products", None)
+    return products is not None and bool(products(True).has_instruction)
+
+
+def emulation_note(precision: Precision, device: torch.device, kernels: Kernels, where: str) -> str:
+    """Returns a line on the speed of the products under ``precision`` if ``device`` has no units for it that ``kernels`` use; else it is empty."""
+    if not is_emulated(precision, device) or (precision == "bf16" and dot_products(kernels)):
+        return ""
+    if precision == "bf16":
+        return (
+            f"precision bf16 is emulated {where}: kernels {kernels.name} here have no instruction for dot products of bf16 (avx512_bf16); the numbers are "
+            "those of a processor that has it, and take longer than in fp32"
+        )
+    return f"precision {precision} is emulated {where}: operands are rounded to it and multiplied in fp32, which shows its numbers and not its speed"
+
+
 def whole_precision(kernels: Kernels) -> Kernels:
     """Returns the kernels wrapped by mixed ones, for operations that must not be rounded, such as a router."""
     # Looked up by name, because other kernels may wrap the mixed ones.
