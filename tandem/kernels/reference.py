@@ -28,6 +28,7 @@ from tandem.kernels.api import (
 from tandem.kernels.kv_dtype import RoundKV, encode
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference_attention import attend, gather
+from tandem.kernels.reference_bf16 import Bf16Linear, whole_logprobs
 from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
@@ -45,6 +46,11 @@ class ReferenceKernels(PlainPacking):
 
     def __init__(self, tiled: bool | None = None) -> None:
         self._tiled = tiled
+
+    def bf16_products(self, rounds: bool) -> "ReferenceBf16Products":
+        """Returns the same kernels with the products of linear layers in bf16, by the law of ``reference_bf16``. ``rounds``: results, after their bias, and
+        gradients of ``x`` are rounded to bf16 numbers too; the logits of ``token_logprobs`` are not."""
+        return ReferenceBf16Products(rounds)
 
     def _is_tiled(self, x: Tensor) -> bool:
         return x.dtype != torch.float64 if self._tiled is None else self._tiled
@@ -190,6 +196,25 @@ class ReferenceKernels(PlainPacking):
             sampling = gather_columns(scaled.log_softmax(-1), tokens).to(compute_dtype(logits.dtype))
             sampling = torch.where(greedy, torch.zeros_like(sampling), sampling)
             return SampledRows(tokens, self.logits_logprobs(logits, tokens), sampling)
+
+
+class ReferenceBf16Products(ReferenceKernels):
+    """See ``ReferenceKernels.bf16_products``."""
+
+    has_instruction = False
+
+    def __init__(self, rounds: bool) -> None:
+        super().__init__()
+        self._rounds = rounds
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = Bf16Linear.apply(x, weight, bias, self._rounds)
+        return out
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
+        if not temperature > 0:
+            raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
+        return whole_logprobs(hidden, weight, targets, temperature, cap)
 
 
 def _is_aligned(x: Tensor) -> bool:

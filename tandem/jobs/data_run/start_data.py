@@ -259,11 +259,11 @@ def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: C
 def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callback: Callback) -> tuple[Replica, Kernels]:
     """Loads this rank's part of the model to start from, and makes its optimizer."""
     trainer = settings.trainer
-    for note in device_notes(ranks.device, trainer):
-        callback.message(note)
     if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
     kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start, "any", settings.implemented_by).head_dim)
+    for note in device_notes(ranks.device, trainer, kernels):
+        callback.message(note)
     check_same_kernels(ranks.world, kernels.name)
     if why := why_reference(machine.kernels, kernels, getattr(torch, trainer.dtype), ranks.device):
         callback.message(why)

@@ -114,6 +114,16 @@ class Calls:
         return PackedGroups(data, rows, columns)
 
     def grouped_linear(self, x: Tensor, weight: Tensor | PackedGroups, bounds: Tensor) -> Tensor:
+        is_packed, data, out, bounds, (groups, columns, width) = self._grouped_sizes(x, weight, bounds)
+        self._c.grouped_linear(
+            x.data_ptr(), data.data_ptr(), is_packed, data.stride(0), bounds.data_ptr(), groups, columns, width,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _grouped_sizes(x: Tensor, weight: Tensor | PackedGroups, bounds: Tensor) -> tuple[bool, Tensor, Tensor, Tensor, tuple[int, int, int]]:
+        """Returns whether the weights of ``grouped_linear`` are packed, those, its output, dense bounds and (G, N, K), which it checks."""
         is_packed = isinstance(weight, PackedGroups)
         data, columns, width = weight if isinstance(weight, PackedGroups) else (weight, *weight.shape[1:])
         groups, bounds = data.shape[0], indices(bounds, int64)
@@ -123,12 +133,7 @@ class Calls:
             raise shape_error("grouped_linear bounds", bounds, f"[{groups + 1}]")
         if int(bounds[-1]) != x.shape[0]:
             raise ValueError(f"grouped_linear bounds end at {int(bounds[-1])}; x has {x.shape[0]} rows")
-        out = x.new_empty(x.shape[0], columns)
-        self._c.grouped_linear(
-            x.data_ptr(), data.data_ptr(), is_packed, data.stride(0), bounds.data_ptr(), groups, columns, width,
-            out.data_ptr(),
-        )  # fmt: skip
-        return out
+        return is_packed, data, x.new_empty(x.shape[0], columns), bounds, (groups, columns, width)
 
     def route(self, logits: Tensor, each: int, normalised: bool) -> Routing:
         rows, experts = logits.shape
@@ -146,17 +151,21 @@ class Calls:
     def gated_mlp(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation
     ) -> Tensor:
+        out, sizes = self._gated_mlp_sizes(x, gate_up, down, activation)
+        self._c.gated_mlp(
+            x.data_ptr(), gate_up.data.data_ptr(), address(gate_up_bias), down.data.data_ptr(), address(down_bias), *sizes, out.data_ptr()
+        )
+        return out
+
+    @staticmethod
+    def _gated_mlp_sizes(x: Tensor, gate_up: PackedWeight, down: PackedWeight, activation: Activation) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """Returns the output of ``gated_mlp``, and T, H, F and the code of the activation, which it checks."""
         (rows, hidden), inner = x.shape, down.columns
         if (gate_up.rows, gate_up.columns) != (2 * inner, hidden):
             raise ValueError(f"gated_mlp gate_up has shape {[*gate_up[1:]]}; expected [{2 * inner}, {hidden}]")
         if down.rows != hidden:
             raise ValueError(f"gated_mlp down has shape {[*down[1:]]}; expected [{hidden}, {inner}]")
-        out = x.new_empty(rows, hidden)
-        self._c.gated_mlp(
-            x.data_ptr(), gate_up.data.data_ptr(), address(gate_up_bias), down.data.data_ptr(), address(down_bias),
-            rows, hidden, inner, _ACTIVATIONS[activation], out.data_ptr(),
-        )  # fmt: skip
-        return out
+        return x.new_empty(rows, hidden), (rows, hidden, inner, _ACTIVATIONS[activation])
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
         """Computes ``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""

@@ -10,10 +10,12 @@ from torch import Tensor
 from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
+from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
+from tandem.kernels.reference_bf16 import flushed
 from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import Activation
 
@@ -24,9 +26,14 @@ class CpuKernels:
     name = "cpu"
 
     def __init__(self, library: Library) -> None:
+        self._library = library
         self._calls = Calls(library)
         self._attention = AttentionCalls(library)
         self._quantized = QuantizedCalls(library)
+
+    def bf16_products(self, rounds: bool) -> "CpuBf16Products":
+        """See ``ReferenceKernels.bf16_products``, whose bits the products have."""
+        return CpuBf16Products(self._library, rounds)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _wants_grad(x, weight, bias):
@@ -172,6 +179,23 @@ class CpuKernels:
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
         return self._calls.sample_rows(dense(logits), temperature, top_k, top_p, min_p, uniform)
+
+
+class CpuBf16Products(CpuKernels):
+    """See ``CpuKernels.bf16_products``."""
+
+    def __init__(self, library: Library, rounds: bool) -> None:
+        super().__init__(library)
+        self._calls: Bf16Calls = Bf16Calls(library, rounds)
+
+    @property
+    def has_instruction(self) -> bool:
+        """Whether the processor multiplies pairs of bf16 numbers itself."""
+        return bool(self._library.bf16_has_instruction())
+
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        weight.data[self._calls.places(rows, columns, weight)] = flushed(values).to(weight.data.dtype)
+        return True
 
 
 def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:
