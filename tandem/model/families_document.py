@@ -37,6 +37,7 @@ def _traits(family: Family) -> list[str]:
         "none before them": not family.pre_norms,
         "a rotary embedding of a part of each head": family.rotary_fraction is not None,
         "neighbouring components rotated together": family.rotary_interleaved,
+        "latent attention": family.latent is not None,
         "GELU": family.activation != "silu",
         "norms that multiply with 1 plus their weights": family.norms_from_one,
         "a scaled embedding": family.scaled_embedding,

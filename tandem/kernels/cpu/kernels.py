@@ -7,12 +7,13 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
+from tandem.kernels.api import KVLayer, LatentLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
 from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import Activation
@@ -129,12 +130,17 @@ class CpuKernels:
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
         query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
+        if v.shape[2] != k.shape[2]:
+            return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap)  # type: ignore[no-any-return]
         return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap)
 
     def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
         return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        return self._attention.latent_attention(dense(q), cache, batch, scale)[..., :value_size]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "silu")
