@@ -86,15 +86,23 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    held = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
+    held = [(matrix.outputs * matrix.inputs, True) for matrix in shapes.attention_matrices] + [(hidden, False) for _ in shapes.layer_norms]
     held += [(math.prod(shape), False) for shape in shapes.qk_norm_shapes]
-    held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    if shapes.latent is None:
+        held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    else:
+        held += [(size, False) for _, size in shapes.latent.norms]
+        held += [(matrix.outputs, False) for matrix in shapes.attention_matrices[:-1] if shapes.attention_bias and not matrix.by_head]
     held += [(hidden, False)] if shapes.output_bias else []
     held += [(shapes.num_attention_heads, False)] if shapes.attention_sinks else []
     experts = shapes.experts_of(layer)
     if experts is not None:
         matrix = experts.num_experts * hidden * experts.intermediate_size
         held += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+        shared = hidden * experts.shared_intermediate_size
+        held += [(2 * shared, True), (shared, True)] if shared else []
+        held += [(hidden, False)] if experts.shared_gate else []
+        held += [(experts.num_experts, False)] if experts.sigmoid is not None else []
         if experts.biased:
             held += [(experts.num_experts * size, False) for size in (1, 2 * experts.intermediate_size, hidden)]
     else:

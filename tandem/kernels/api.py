@@ -69,6 +69,21 @@ class KVLayer(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
 
+class LatentLayer(NamedTuple):
+    """One layer's compressed cache of latent attention (``latent_cache``): ``rows[N, BLOCK_TOKENS, D]``, which are keys and values at once; for 8-bit codes
+    also their fp32 ``scales[N, BLOCK_TOKENS]``."""
+
+    rows: Tensor
+    scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the cache; the first axis of each is the block."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+CacheLayer = KVLayer | LatentLayer
+
+
 class TokenLogprobs(NamedTuple):
     """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the requested temperature; the same tensor if that is 1) and the
     ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
@@ -207,13 +222,19 @@ class Kernels(Protocol):
         in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``. ``query_start[S + 1]``
         int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result. ``cap``: the
         scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not). ``sinks[Hq]``: a score of each head that joins the softmax's
-        denominator, as of a key without a value (Xiao et al., 2023)."""
+        denominator, as of a key without a value (Xiao et al., 2023). ``v`` may have fewer
+        numbers a head than ``k``, as in latent attention; so does the result."""
         ...
 
     def paged_attention(
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Computes causal attention of an engine's new tokens over the cache -> [T, Hq, D]. No gradient."""
+        ...
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        """Computes causal attention of an engine's new tokens ``q[T, Hq, D]`` over a compressed cache, whose rows are the keys of all heads, and the first
+        ``value_size`` numbers of each its value -> [T, Hq, value_size]. Same bits as ``packed_attention`` with one key-value head. No gradient."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.kernels.api import (
     BLOCK_TOKENS,
     KVLayer,
+    LatentLayer,
     PagedBatch,
     Routing,
     SampledRows,
@@ -26,6 +27,7 @@ from tandem.kernels.api import (
     sum_in_order,
 )
 from tandem.kernels.kv_dtype import RoundKV, encode
+from tandem.kernels.latent_cache import read_rows
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference_attention import attend, gather
 from tandem.kernels.reference_bf16 import Bf16Linear, whole_logprobs
@@ -131,7 +133,7 @@ class ReferenceKernels(PlainPacking):
             for (start, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(queries), strict=True)
             if last > first
         ]
-        return torch.cat(parts) if parts else torch.empty_like(q)
+        return torch.cat(parts) if parts else q.new_empty(len(q), q.shape[1], v.shape[2])
 
     def paged_attention(
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
@@ -146,6 +148,17 @@ class ReferenceKernels(PlainPacking):
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
                     k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
                     out[start:end] = attend(q[start:end], k, v, first, scale, window, cap, sinks)
+        return out
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        out = q.new_empty(len(q), q.shape[1], value_size)
+        starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+        with torch.no_grad():
+            for s, length in enumerate(lengths):
+                start, end = starts[s], starts[s + 1]
+                if end > start:
+                    rows = read_rows(cache, batch.block_tables[s], length, q.dtype).unsqueeze(1)
+                    out[start:end] = attend(q[start:end], rows, rows[..., :value_size], length - (end - start), scale, None)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
+    """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k[first + n, Hkv, D]`` and ``v[first + n, Hkv, Dv]`` ->
+    [n, Hq, Dv].
 
     A row that attends to a non-finite value is NaN; for other rows it counts as 0. Tile t holds the positions ``64 t .. 64 t + 63``: always
     a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
@@ -64,6 +65,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: in
         if wrong is not None:
             sees = (~hidden).to(q.dtype).repeat(group, 1).expand(kv_heads, -1, -1)
             out = out.masked_fill(torch.bmm(sees, wrong[:, :width].to(q.dtype)) > 0, math.nan)
-        out = out.view(kv_heads, group, TILE_ROWS, size).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, size)
+        out = out.view(kv_heads, group, TILE_ROWS, v.shape[2]).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, v.shape[2])
         tiles.append(out[low - begin : high - begin])
     return torch.cat(tiles)

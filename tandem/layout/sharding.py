@@ -40,9 +40,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
     Rule(r"model\.layers\.\d+\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_?layernorm\.weight", "replicated", None),
-    Rule(r"model\.layers\.\d+\.(self_attn\.[qkv]|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.(self_attn\.([qkv]|q_b|kv_b)|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
-    Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.lora_[AB]\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.lora_[AB]\.weight", "replicated", None),
     Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 

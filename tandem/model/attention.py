@@ -1,12 +1,13 @@
 """The attention of one layer: over packed sequences in the trainer, over the paged KV cache in the engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, KVLayer, PagedBatch
+from tandem.kernels.api import CacheLayer, Kernels, KVLayer, PagedBatch
 from tandem.model.parallel.context_parallel import SharedContext, shared_attention
 from tandem.model.shared_prompts import SharedPrompts, gathered_runs_of
 
@@ -25,12 +26,12 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """An engine's flat batch and its KV cache, one ``KVLayer`` per layer. Keys and values of the new tokens are written to the cache.
+    """An engine's flat batch and its KV cache, one entry per layer. Keys and values of the new tokens are written to the cache.
     ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all); the last layer computes only keys and values of the other
     rows."""
 
     batch: PagedBatch
-    caches: list[KVLayer]
+    caches: Sequence[CacheLayer]
     wanted: Tensor | None = None
 
 
@@ -88,28 +89,34 @@ def attend(
         q_norm, k_norm = (None if norm is None else norm.index_select(0, of_head) for norm in (q_norm, k_norm))
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
+        assert isinstance(cache, KVLayer)
         q = kernels.rope_to_cache(
             qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps, cache, context.batch.slots
         )
         mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap, layer.sinks)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
-        # Mixed precision computes with 16-bit values, which fp32 represents exactly.
-        if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
-            k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
-        if isinstance(context, SharedContext):
-            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap, layer.sinks)
-        elif context.prompts is not None:
-            k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
-            query_start = context.prompts.query_start
-            mixed = kernels.packed_attention(
-                q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap, layer.sinks
-            )
-        else:
-            mixed = kernels.packed_attention(
-                q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap, sinks=layer.sinks
-            )
+        mixed = attend_packed(kernels, layer, q, k, v, context, kv_dtype)
     return mixed.flatten(1)
+
+
+def attend_packed(
+    kernels: Kernels, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None, context: PackedContext | SharedContext,
+    kv_dtype: torch.dtype | None = None, value_size: int = 0,
+) -> Tensor:  # fmt: skip
+    """Computes attention of the rotated ``q[T, Hq, D]`` over ``k`` and ``v`` of packed sequences -> [T, Hq, Dv]. ``v`` ``None``: the first ``value_size``
+    numbers of each key, which a compressed cache has once."""
+    # Mixed precision computes with 16-bit values, which fp32 represents exactly.
+    if kv_dtype is not None and kv_dtype not in (k.dtype, torch.float32):
+        k, v = kernels.round_kv(k, kv_dtype), None if v is None else kernels.round_kv(v, kv_dtype)
+    v = k[..., :value_size].contiguous() if v is None else v
+    if isinstance(context, SharedContext):
+        return shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap, layer.sinks)
+    if context.prompts is not None:
+        k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
+        query_start = context.prompts.query_start
+        return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap, layer.sinks)
+    return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap, sinks=layer.sinks)
 
 
 def _normalised(kernels: Kernels, layer: AttentionLayer, qkv: Tensor) -> Tensor:

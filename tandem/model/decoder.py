@@ -18,9 +18,11 @@ from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
 from tandem.model.embedding_scale import embedding_factor
 from tandem.model.head_outputs import HeadOutputs
-from tandem.model.layer import Layer, Linear, Norm, factor_of_norm
+from tandem.model.latent_projections import pack_absorbed
+from tandem.model.layer import Layer, Norm, factor_of_norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
 from tandem.model.layer_weights import LayerWeights, layer_weights, with_factors
+from tandem.model.linear import Linear
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
 from tandem.model.parallel.context_parallel import SharedContext
@@ -300,7 +302,8 @@ class Decoder(nn.Module):
         if self._packed is None:
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")
-        return [*({name: getattr(step, name) for name in names} for step in self._packed), {"head": self._packed_head}]
+        latent = lambda step: {} if step.latent is None else step.latent.matrices()
+        return [*({name: getattr(step, name) for name in names} | latent(step) for step in self._packed), {"head": self._packed_head}]
 
     def matrix(self, index: int, place: int) -> Any:
         """Returns the packed matrix ``place`` of ``Layer.linears`` of layer ``index``."""
@@ -342,7 +345,7 @@ class Decoder(nn.Module):
             for index, layer in enumerate(self._layers()):
                 if fill is not None:
                     fill(index)
-                matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
+                matrices.append(tuple(self._pack_matrix(layer, linear) for linear in layer.linears()))
                 experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
             self._packed_matrices = matrices
             self._packed = self._packed_steps(self._adapted(matrices), experts)
@@ -402,9 +405,11 @@ class Decoder(nn.Module):
             fill(index)
             for linear in layer.linears():
                 assert linear.weight is not None
-                linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
+                if not layer.is_by_head(linear):
+                    linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
             for linear in layer.linears():
-                linear.weight = None
+                kept = linear.weight if layer.is_by_head(linear) else None
+                linear.weight = None if kept is None else nn.Parameter(kept.detach().clone(), requires_grad=False)
         self.is_frozen = True
 
     def frozen_tensors(self) -> list[Tensor]:
@@ -451,9 +456,27 @@ class Decoder(nn.Module):
         """Returns the packed ``matrices`` of every layer with their packed adapters."""
         pack = packed_by(self.kernels)
         return [
-            tuple(w if linear.adapter is None else linear.adapter.around(w, pack) for linear, w in zip(layer.linears(), own, strict=True))
+            tuple(w if linear.adapter is None else self._with_adapter(layer, linear, w, pack) for linear, w in zip(layer.linears(), own, strict=True))
             for layer, own in zip(self._layers(), matrices, strict=True)
         ]
+
+    def _with_adapter(self, layer: Layer, linear: Linear, weight: Any, pack: Callable[[Tensor], Any]) -> Any:
+        """Returns the packed ``weight`` of a layer's matrix with its packed adapter."""
+        assert linear.adapter is not None
+        if layer.is_by_head(linear):
+            assert self.shapes.latent is not None
+            return pack_absorbed(self.kernels, self.shapes.latent, linear.adapter.around(weight))
+        return linear.adapter.around(weight, pack)
+
+    def _pack_matrix(self, layer: Layer, linear: Linear) -> Any:
+        """Returns a layer's packed matrix and drops the plain one. One that is multiplied head by head is never quantized; with an adapter, which is added to
+        the weight itself, it stays as it is."""
+        if not layer.is_by_head(linear):
+            return self._pack_linear(linear, self.quantization)
+        assert linear.weight is not None and self.shapes.latent is not None
+        weight, linear.weight = linear.weight, None
+        # Cloned, because layers may share the memory of one.
+        return pack_absorbed(self.kernels, self.shapes.latent, weight) if linear.adapter is None else weight.detach().clone()
 
     @property
     def head_quantization(self) -> Scheme | None:

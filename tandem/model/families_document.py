@@ -39,6 +39,7 @@ def _traits(family: Family) -> list[str]:
         "attention and MLP side by side": family.parallel_blocks,
         "a rotary embedding of a part of each head": family.rotary_fraction is not None,
         "neighbouring components rotated together": family.rotary_interleaved,
+        "latent attention": family.latent is not None,
         "GELU": family.activation == "gelu_pytorch_tanh",
         "norms that multiply with 1 plus their weights": family.norms_from_one,
         "a scaled embedding": family.scaled_embedding,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
@@ -80,6 +81,8 @@ class Family:
     multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are multiplied with sqrt(hidden_size).
     ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
     parts have here, in the order of their rows and of ``layout.shapes.parameters``. One with a single part has another name in the folder.
+    ``latent``: reads the sizes of multi-head latent attention, of a family that has it; ``new_latent(head_dim)``: those of a model that is created, whose heads
+    have ``head_dim`` numbers without rotation.
     ``rotary_by_window``: layers with a window have a rotary embedding of their own; ``window_rope_theta``: its base, which ``rope_local_base_freq`` sets
     (``None``: the same key as the others').
     ``other_classes``: what the names of transformers' classes with another head than a language model's begin with (empty: as ``class_name`` does).
@@ -121,6 +124,8 @@ class Family:
     centred_norms: bool = False
     parallel_blocks: bool = False
     norm_eps_key: Literal["rms_norm_eps", "layer_norm_eps"] = "rms_norm_eps"
+    latent: Callable[[ConfigReader], LatentAttention] | None = None
+    new_latent: Callable[[int], LatentAttention] | None = None
 
     @property
     def constants(self) -> dict[str, Any]:

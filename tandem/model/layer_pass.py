@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight, gate_of
 from tandem.model.attention import AttentionContext, Rotation, attend
+from tandem.model.latent_attention import latent_attention
 from tandem.model.layer_weights import LayerWeights, Written, with_factors
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import gated, mixture
@@ -60,14 +61,18 @@ def run_layer(
     kernels, linear, rotations, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
-        summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks,
+        summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks, latent,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
     eps, centred, changes = attention.eps, attention.centred_norms, _UNCHANGED if lora is None else lora.layers[attention.index]
     x, residual = added(kernels, x, residual, input_norm, eps, centred)
-    x = normed = enter(x)
-    x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
-    x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
+    if latent is not None:
+        normed = x
+        x = latent_attention(batch, attention, latent, x)
+    else:
+        x = normed = enter(x)
+        x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
+        x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
     if rows is not None:
         x, residual, normed = (each.index_select(0, rows) for each in (x, residual, normed))
     x = before(x)

@@ -62,7 +62,7 @@ class Experts(nn.Module):
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
-        router = plain.pack(self.router if self.shapes.sigmoid is None else wide(self.router))
+        router = plain.pack(self.router if self.selection is None else wide(self.router))
         return self.with_matrices(router, gate_up, down, shared_gate)
 
     def with_matrices(self, router: Any, gate_up: Any, down: Any, shared_gate: Any) -> "ExpertLayer":
@@ -75,7 +75,9 @@ class Experts(nn.Module):
 
     @property
     def selection(self) -> Selection | None:
-        """The sigmoid routing, if the mixture has it."""
+        """How experts are chosen, if not as those of the largest probabilities."""
+        if self.shapes.softmax is not None:
+            return Selection(self.shapes.softmax, None)
         return None if self.shapes.sigmoid is None or self.choice_bias is None else Selection(self.shapes.sigmoid, self.choice_bias)
 
     def drop(self) -> None:

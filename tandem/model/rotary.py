@@ -22,7 +22,7 @@ def rotary_tables(shapes: ModelShapes, context: int) -> tuple[Tensor, ...]:
 
 
 def _identity(shapes: ModelShapes) -> Tensor:
-    half = torch.zeros(1, shapes.head_dim // 2)
+    half = torch.zeros(1, shapes.rotary_dim // 2)
     return torch.cat((half + 1, half), dim=1)
 
 
@@ -33,7 +33,7 @@ def _table(shapes: ModelShapes, rotary: Rotary, positions: int) -> Tensor:
     if attention_factor != 1.0:
         cos, sin = cos.mul_(attention_factor), sin.mul_(attention_factor)
     # What is not rotated is rotated by nothing.
-    rest = shapes.head_dim // 2 - len(frequencies)
+    rest = shapes.rotary_dim // 2 - len(frequencies)
     return torch.cat((F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin), dim=1)
 
 
@@ -41,14 +41,16 @@ def rotary_order(shapes: ModelShapes) -> Tensor | None:
     """Returns the order of the columns [(Hq + 2 Hkv) D] int64 of queries, keys and values in which the components of a head that are rotated together are half
     a head apart, as the kernels rotate them, and those that are not rotated fill both halves; ``None`` where they are. Queries and keys in the same order have
     the same products."""
-    size, rotated = shapes.head_dim, shapes.rotated_size
+    size, rotated = shapes.rotary_dim, shapes.rotated_size
     if rotated == size and not shapes.rotary_interleaved:
         return None
     of_rotated = torch.arange(rotated).view(-1, 2).t() if shapes.rotary_interleaved else torch.arange(rotated).view(2, -1)
     one = torch.cat((of_rotated, torch.arange(rotated, size).view(2, -1)), dim=1).flatten()
-    query_and_keys = shapes.num_attention_heads + shapes.num_key_value_heads
+    # Latent attention rotates one part of a key, which all heads share, and no part of its values.
+    keys, width = (shapes.num_key_value_heads, shapes.qkv_size) if shapes.latent is None else (1, (shapes.num_attention_heads + 1) * size)
+    query_and_keys = shapes.num_attention_heads + keys
     rows = torch.arange(query_and_keys).unsqueeze(1) * size + one
-    values = torch.arange(query_and_keys * size, shapes.qkv_size)
+    values = torch.arange(query_and_keys * size, width)
     return torch.cat((rows.flatten(), values))
 
 

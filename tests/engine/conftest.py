@@ -10,7 +10,8 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
-from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, RopeScaling, SigmoidRouting, SoftmaxRouting
 from tandem.model.decoder import Decoder
 from tandem.model.families import gpt_oss, mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
@@ -40,6 +41,15 @@ TRAITS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "layer_windows": (20, None), "activation": "clamped_swiglu",
         "attention_sinks": True, "experts": ExpertShapes(6, 2, 48, names=gpt_oss.NAMES, biased=True),
     },
+    "deepseek_v3": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12, 20), "rotary_interleaved": True,
+        "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3), "attention_bias": True,
+        "output_bias": True, "experts": ExpertShapes(8, 3, 40, dense_layers=(0,), shared_intermediate_size=40, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "deepseek_v2": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12), "rotary_interleaved": True,
+        "experts": ExpertShapes(8, 3, 40, normalised=False, dense_layers=(0,), shared_intermediate_size=40, softmax=SoftmaxRouting(4, 2, 1.7)),
+    },
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
     "gemma2": {
         "tie_word_embeddings": True, "layer_windows": (20, None), "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True,
@@ -58,11 +68,11 @@ TRAITS: dict[str, dict[str, Any]] = {
 
 
 def shapes_of(architecture: str) -> ModelShapes:
-    return ModelShapes(
-        architecture=architecture, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48, max_position_embeddings=128, **TRAITS[architecture],
-    )
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 48, "max_position_embeddings": 128,
+    }  # fmt: skip
+    return ModelShapes(architecture=architecture, **{**sizes, **TRAITS[architecture]})
 
 
 def random_decoder(architecture: str, seed: int) -> Decoder:

@@ -8,7 +8,8 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import KernelChoice, select
-from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.families.gpt_oss import NAMES as GPT_OSS
@@ -55,6 +56,15 @@ TRAITS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "activation": "clamped_swiglu", "attention_sinks": True,
         "intermediate_size": 64, "experts": ExpertShapes(16, 2, 64, names=GPT_OSS, biased=True),
+    },
+    "deepseek_v3": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 48, "latent": LatentAttention(64, 32, 16, 32, 64), "rotary_interleaved": True,
+        "attention_bias": True, "output_bias": True,
+        "experts": ExpertShapes(16, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "deepseek_v2": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 48, "latent": LatentAttention(64, 32, 16, 32), "rotary_interleaved": True,
+        "experts": ExpertShapes(16, 2, 64, normalised=False, dense_layers=(0,), shared_intermediate_size=64, softmax=SoftmaxRouting(4, 2, 1.7)),
     },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},

@@ -36,10 +36,21 @@ from tandem.planner.model_sizes import read_model_sizes
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
 
+LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4, "attention_bias": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 TINY: dict[str, dict[str, Any]] = {
     "cohere": {"head_dim": 16, "use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True},
     "cohere2": {"num_hidden_layers": 4, "sliding_window": 9, "logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "deepseek_v2": {
+        **LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {
+        **LATENT, "num_hidden_layers": 3, "q_lora_rank": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "rope_parameters": YARN,
+    },
     "gemma": {"head_dim": 16, "attention_bias": True},
     "gemma2": {
         "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -82,7 +93,7 @@ TINY: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
-BY_OTHERS = ("cohere2", "gemma", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
+BY_OTHERS = ("cohere2", "deepseek_v2", "gemma", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """Families whose terms are all in others, so that ``make test`` leaves them out."""
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
@@ -155,6 +166,23 @@ def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, T
     return logits, gates / (gates.sum(-1, keepdim=True) + 1e-20) * module.routed_scaling_factor, experts
 
 
+def exact_group_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The router of DeepSeek-V2 without the rounding to fp32 in transformers."""
+    logits = nn.functional.linear(hidden.view(-1, hidden.shape[-1]), module.weight)
+    by_group = logits.softmax(-1).view(len(logits), module.num_group, -1)
+    groups = by_group.amax(-1).topk(module.topk_group, dim=-1).indices
+    allowed = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, groups, True)
+    gates, experts = by_group.masked_fill(~allowed.unsqueeze(-1), 0.0).flatten(1).topk(module.top_k, dim=-1)
+    return logits, gates * module.routed_scaling_factor, experts
+
+
+def exact_rotation(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation of DeepSeek-V2 without the rounding to fp32 in transformers."""
+    both = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * freqs_cis.unsqueeze(1).to(torch.complex128) for x in (q, k))
+    q, k = (torch.view_as_real(x).flatten(3) for x in both)
+    return q, k
+
+
 def test_every_listed_family_has_a_row() -> None:
     assert sorted(TINY) == sorted(all_families())
 
@@ -209,7 +237,9 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
         if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
             monkeypatch.setattr(type(module), "forward", exact_router)
         if type(module).__name__.endswith("TopkRouter"):
-            monkeypatch.setattr(type(module), "forward", exact_sigmoid_router)
+            is_v2 = type(module).__name__.startswith("DeepseekV2")
+            monkeypatch.setattr(type(module), "forward", exact_group_router if is_v2 else exact_sigmoid_router)
+    monkeypatch.setattr("transformers.models.deepseek_v2.modeling_deepseek_v2.apply_rotary_emb", exact_rotation)
     peer.set_experts_implementation("eager")
     monkeypatch.setattr(nn.functional, "softmax", exact_softmax)
     decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)
@@ -240,6 +270,8 @@ def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny
     from transformers import AutoModelForCausalLM
 
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
+    if all_families()[tiny.family].latent is not None:
+        modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
     decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, alpha=6.0, target_modules=modules))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 from data_parallel_training import trained
 from model_ranks import (
     COHERE,
+    DEEPSEEK_V3,
     GEMMA,
     GLM4_MOE,
     GPT_OSS,
@@ -88,7 +89,7 @@ def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: An
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS)]
+FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V3)]
 
 
 @pytest.mark.parametrize("shapes", [QWEN3_MOE, *FURTHER], ids=lambda shapes: shapes.architecture)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_ranks import (
     COHERE,
+    DEEPSEEK_V3,
     GEMMA,
     GPT_OSS,
     GRANITE,
@@ -77,6 +78,7 @@ CASES = [
     ),
     pytest.param(2, "1f1b", 1, (), replace(OLMO2, num_hidden_layers=3), id="2 ranks, norms after only", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), replace(SMOLLM3, num_hidden_layers=2), id="2 ranks, a layer without rotation", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), DEEPSEEK_V3, id="2 ranks, latent attention", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GEMMA, id="2 ranks, caps and norms from one", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GPT_OSS, id="2 ranks, sinks and biases of experts", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), COHERE, id="2 ranks, attention and MLP side by side", marks=pytest.mark.full),

@@ -226,7 +226,7 @@ def test_what_is_not_understood_is_refused_in_one_line(model_type: str, keys: di
 
 def test_a_latent_attention_that_lacks_a_size_is_refused() -> None:
     with pytest.raises(UserError, match="has no v_head_dim; a model needs it"):
-        model_sizes({"model_type": "deepseek_v3", **SMALL, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, "config.json")
+        model_sizes({"model_type": "kimi_k2", **SMALL, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, "config.json")
 
 
 def test_flags_describe_the_same_model_as_its_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,11 @@
 
 from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.cpu.calls import address, dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
 
-_MAX_HEAD = 512
+_MAX_HEAD = 576
 _STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
 """The codes of ``for_stored`` in cache.h."""
 
@@ -144,20 +144,31 @@ class AttentionCalls:
     def paged_attention(
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        tokens, heads, size = q.shape
-        blocks, kv_heads = cache.keys.shape[:2]
+        blocks, kv_heads, size = *cache.keys.shape[:2], q.shape[2]
         addresses = _cache_addresses(cache, kv_heads, size)
-        starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
-        tables = indices(batch.block_tables, int32)
-        sequences, width = tables.shape
-        if lengths.shape[0] != sequences:
-            raise shape_error("context_lens", lengths, f"[{sequences}]")
-        if starts.shape[0] != sequences + 1:
-            raise shape_error("query_start", starts, f"[{sequences + 1}]")
+        return self._paged(q, addresses, (blocks, kv_heads), _batch_indices(batch), scale, window, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float) -> Tensor:
+        """Computes attention over rows that are keys and values at once: [T, Hq, D] -> [T, Hq, D]."""
+        blocks, (rows, scales), size = len(cache.rows), cache, q.shape[2]
+        kind = _STORED.get(rows.dtype)
+        if kind is None:
+            raise TypeError(f"kernels cpu store keys and values in one of {', '.join(map(str, _STORED))}, not in {rows.dtype}")
+        if not rows.is_contiguous() or rows.shape != (blocks, BLOCK_TOKENS, size):
+            raise shape_error("cache rows", rows, f"dense [N, {BLOCK_TOKENS}, {size}]")
+        if kind > 1 and (scales is None or not scales.is_contiguous() or scales.dtype is not float32 or scales.shape != (blocks, BLOCK_TOKENS)):
+            raise TypeError(f"a cache of {rows.dtype} has no dense fp32 scales [{blocks}, {BLOCK_TOKENS}]; make it with empty_latent_cache")
+        return self._paged(q, (kind, 0, rows.data_ptr(), 0, address(scales)), (blocks, 1), _batch_indices(batch), scale, None, None, None)
+
+    def _paged(
+        self, q: Tensor, addresses: tuple[int, int, int, int, int], sizes: tuple[int, int], batch: tuple[Tensor, Tensor, Tensor], scale: float,
+        window: int | None, cap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        (tokens, heads, size), (blocks, kv_heads), (starts, lengths, tables) = q.shape, sizes, batch
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
             q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
-            tables.data_ptr(), sequences, width, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(),
+            tables.data_ptr(), *tables.shape, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -174,6 +185,18 @@ def _sinks_address(sinks: Tensor | None, heads: int) -> int:
     if sinks.shape != (heads,):
         raise shape_error("attention sinks", sinks, f"[{heads}]")
     return dense(sinks).data_ptr()
+
+
+def _batch_indices(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the starts, lengths and block tables of ``batch`` as the library reads them."""
+    starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
+    tables = indices(batch.block_tables, int32)
+    sequences = len(tables)
+    if lengths.shape[0] != sequences:
+        raise shape_error("context_lens", lengths, f"[{sequences}]")
+    if starts.shape[0] != sequences + 1:
+        raise shape_error("query_start", starts, f"[{sequences + 1}]")
+    return starts, lengths, tables
 
 
 def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:

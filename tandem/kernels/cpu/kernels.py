@@ -7,13 +7,14 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
+from tandem.kernels.api import KVLayer, LatentLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
 from tandem.kernels.reference_bf16 import flushed
 from tandem.layout.panels import place_in_panels
@@ -136,6 +137,8 @@ class CpuKernels:
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
         query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
+        if v.shape[2] != k.shape[2]:
+            return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if _wants_grad(q, k, v) or (sinks is not None and _wants_grad(sinks, None, None)):
             return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap, sinks)  # type: ignore[no-any-return]
         return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap, sinks)
@@ -144,6 +147,9 @@ class CpuKernels:
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        return self._attention.latent_attention(dense(q), cache, batch, scale)[..., :value_size]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "silu")

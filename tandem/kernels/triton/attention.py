@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, power_of_two, processors
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
@@ -51,10 +51,18 @@ def paged(
     )  # fmt: skip
 
 
+def latent(q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, tiles: Tiles) -> Tensor:
+    """Runs ``Kernels.latent_attention`` with values of all numbers of a row, one program for all splits."""
+    check("attention q", q, None, None, cache.rows.shape[2])
+    rows, starts, tables = _bytes(cache.rows), batch.query_start, dense(batch.block_tables)
+    codes = _CODES.get(cache.rows.dtype, 0)
+    return _launch(q, rows, rows, cache.scales, cache.scales, starts, batch.context_lens, tables, 1, scale, None, tiles, 0, codes, is_latent=True)
+
+
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, starts: Tensor, lengths: Tensor, tables: Tensor,
     kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
-    log_total: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
+    log_total: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None, is_latent: bool = False,
 ) -> Tensor:  # fmt: skip
     """Launches the program. ``splits``: ``None`` for packed keys; paged, 0 for one program over all splits, else the maximum number of
     programs."""
@@ -81,12 +89,13 @@ def _launch(
         partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
     block_d = max(16, power_of_two(size))
     grid = (_places(sequences, tokens, group, rows), kv_heads, splits or 1)
+    kind = 0 if splits is None else 1 + is_latent
     programs.attention[grid](
         q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
         out if log_total is None else log_total, partial, partial_largest, partial_total, out if sinks is None else sinks,
         sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
         scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None, SINKS=sinks is not None,
-        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
+        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=kind,
         CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
         num_warps=warps, num_stages=tiles.attention_stages, **UNFUSED,
     )  # fmt: skip

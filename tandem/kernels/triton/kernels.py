@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.api import KVLayer, LatentLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
 from tandem.kernels.last_queries import attend_last
+from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton import attention, autograd, rope, rows
@@ -115,6 +116,8 @@ class TritonKernels(PlainPacking):
     ) -> Tensor:
         if q.dtype not in DTYPES:
             return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
+        if v.shape[2] != k.shape[2]:
+            return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if query_start is not None:
             return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap, sinks=sinks)
         if wants_grad(q, k, v, sinks):
@@ -127,6 +130,11 @@ class TritonKernels(PlainPacking):
         if q.dtype not in DTYPES:
             return self._reference.paged_attention(q, cache, batch, scale, window, cap, sinks)
         return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        if q.dtype not in DTYPES:
+            return self._reference.latent_attention(q, cache, batch, scale, value_size)
+        return attention.latent(q, cache, batch, scale, self._tiles[q.dtype])[..., :value_size]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:

@@ -37,7 +37,6 @@ from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, 
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
 from tandem.model.huggingface.stacked_experts import ExpertStacks, stacks_of_folder
 from tandem.model.huggingface.stacked_matrices import Stacks
-from tandem.model.layer import STACKED
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -136,7 +135,12 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
-        tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        if layer.qkv_proj is not None:
+            tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        if layer.latent is not None:
+            for linear, name in zip(layer.latent.linears(), layer.latent.names, strict=True):
+                tensors |= _unfused(linear, [f"{at}self_attn.{name}"], (linear.rows,))
+            tensors |= {f"{at}self_attn.{name}.weight": weight for name, weight in layer.latent.norms().items()}
         tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.sinks is not None:
             tensors[f"{at}{SINKS}"] = layer.sinks
@@ -243,7 +247,7 @@ def adapter_of(decoder: Decoder) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
-        for linear, stacked in zip(layer.linears(), STACKED, strict=False):
+        for linear, stacked in zip(layer.linears(), layer.stacks(), strict=True):
             if linear.adapter is not None:
                 names = [matrix_name(index, module) for module in stacked]
                 tensors |= linear.adapter.named(names)

@@ -187,9 +187,9 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
     scaled. Where attention and MLP read the same norm, their matrices share its scales."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     down = layer.down_proj
-    gate_up = layer.gate_up_proj
-    assert gate_up is not None and down is not None
-    for stage, linear in enumerate((layer.qkv_proj, layer.o_proj, gate_up, down)):
+    qkv, gate_up = layer.qkv_proj, layer.gate_up_proj
+    assert qkv is not None and gate_up is not None and down is not None
+    for stage, linear in enumerate((qkv, layer.o_proj, gate_up, down)):
         if stage == calibration.OUTPUT and shapes.num_attention_heads != shapes.num_key_value_heads:
             continue
         if stage == calibration.GATE_UP and shapes.parallel_blocks:
@@ -203,7 +203,7 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
         elif stage == calibration.GATE_UP:
             layer.norms()["post_attention_layernorm"].div_(scales)
         else:
-            before = layer.qkv_proj if stage == calibration.OUTPUT else gate_up
+            before = qkv if stage == calibration.OUTPUT else gate_up
             assert before.weight is not None
             before.weight[-len(scales) :].div_(scales.unsqueeze(1))
             if before.bias is not None:

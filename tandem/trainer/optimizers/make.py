@@ -1,5 +1,6 @@
 """Makes the configured optimizer over a decoder's parameters."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
     stacks = {}
     for name in names:
         shape, axis = parameters[name].shape, None
-        if tensor is not None and tensor.size > 1:
-            axis = ROWS if model.shard_spec.deterministic or "qkv_proj" in name or "gate_up_proj" in name else COLUMNS
+        if tensor is not None and tensor.size > 1 and not re.search(r"\.latent\.(q|kv)_a_proj", name):
+            is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj", name) is not None
+            axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 

@@ -20,7 +20,8 @@ struct State {
 };
 
 // One head's keys and values: fp32 tiles, or stored numbers that are decoded a few tiles at a time, into memory that stays in the
-// first-level cache. `kind` as in cache.h; scales null where it needs none.
+// first-level cache. `kind` as in cache.h; scales null where it needs none. Where `keys` is null, the values are the keys too, as in
+// the compressed cache of latent attention.
 struct Source {
   int kind;
   const void *keys, *values;
@@ -30,9 +31,18 @@ struct Source {
   const int32_t* table;  // null: tile t is block t - begin
   int64_t begin;
 
-  int64_t tiles_at_once() const { return kind == 0 ? SPAN_TILES : DECODED_TILES; }
+  bool is_in_place() const { return kind == 0 && keys; }
+  int64_t tiles_at_once() const { return is_in_place() ? SPAN_TILES : DECODED_TILES; }
 
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
+    if (!keys) {
+      alignas(64) float rows[BLOCK_TOKENS * MAX_HEAD_SIZE];
+      for (int64_t t = first; t < last; ++t) {
+        const View own = value_view(t, t + 1, size, rows);
+        transpose_tiles(own.tile(t), own.row_stride, BLOCK_TOKENS, size, buffer + (t - first) * size * BLOCK_TOKENS, size * BLOCK_TOKENS);
+      }
+      return {buffer, size * BLOCK_TOKENS, 0, nullptr, first};
+    }
     if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, begin};
     for_stored(kind, [&](auto stored) {
       using T = decltype(stored);
@@ -75,7 +85,9 @@ struct Source {
     const int64_t tile = size * BLOCK_TOKENS, all = (last - first) * tile;
     float* floats = memory.floats(2 * all);
     key_view(first, last, size, floats);
-    value_view(first, last, size, floats + all);
+    const View own = value_view(first, last, size, floats + all);
+    if (own.data != floats + all)
+      for (int64_t t = first; t < last; ++t) std::copy_n(own.tile(t), tile, floats + all + (t - first) * tile);
     return {0, floats, floats + all, nullptr, nullptr, tile, tile, 0, size, nullptr, first};
   }
 };
@@ -210,7 +222,7 @@ Rows rows_of(const Task& task, const Queries& q, int64_t i, int64_t* at) {
 }
 
 void run_task(const Task& task, const Queries& q, Source source) {
-  if (source.kind != 0 && q.rows_of(task) > MAX_ROWS_AT_ONCE) {
+  if (!source.is_in_place() && q.rows_of(task) > MAX_ROWS_AT_ONCE) {
     thread_local Scratch memory;
     const int64_t first = q.window ? std::max<int64_t>(0, task.first - q.window + 1) : 0;
     source = source.decoded(first / BLOCK_TOKENS, (task.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS, q.size, memory);
@@ -326,8 +338,8 @@ int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, 
 
 extern "C" {
 
-// keys and values as `kind` says (cache.h), scales null where it needs none; cap of the scores, 0 for none; sinks[heads] or null. Returns 0, or 1 where a head is
-// too large, 2 where a sequence's bounds do not fit, 3 where a block lies outside the cache.
+// keys and values as `kind` says (cache.h), keys null where the values are the keys too, scales null where it needs none; cap of the scores, 0 for none;
+// sinks[heads] or null. Returns 0, or 1 where a head is too large, 2 where a sequence's bounds do not fit, 3 where a block lies outside the cache.
 int tandem_paged_attention(const float* q, int kind, const void* keys, const void* values, const float* key_scales,
                            const float* value_scales, int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size,
                            const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
@@ -352,7 +364,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
     run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t scales = task.kv_head * BLOCK_TOKENS;
       return {kind,
-              static_cast<const char*>(keys) + task.kv_head * tile * bytes,
+              keys ? static_cast<const char*>(keys) + task.kv_head * tile * bytes : nullptr,
               static_cast<const char*>(values) + task.kv_head * tile * bytes,
               key_scales ? key_scales + scales : nullptr,
               value_scales ? value_scales + scales : nullptr,
