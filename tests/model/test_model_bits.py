@@ -13,7 +13,7 @@ from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import Activation, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral
+from tandem.model.families import gpt_oss, mixtral
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
@@ -30,6 +30,10 @@ SHAPES = {
     "mistral": ModelShapes("mistral", 91, 48, 2, 6, 2, 16, 88, 160, False, rope_theta=1e6, layer_windows=(21, 21)),
     "qwen3_moe, one dense layer": ModelShapes(
         "qwen3_moe", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True, experts=ExpertShapes(13, 3, 40, False, (1,))
+    ),
+    "gpt_oss": ModelShapes(
+        "gpt_oss", 83, 56, 2, 4, 2, 16, 72, 160, False, attention_bias=True, output_bias=True, layer_windows=(21, None), activation="clamped_swiglu",
+        attention_sinks=True, experts=ExpertShapes(5, 2, 72, names=gpt_oss.NAMES, biased=True),
     ),
     "mixtral": ModelShapes("mixtral", 83, 56, 2, 4, 2, 16, 72, 160, False, experts=ExpertShapes(4, 2, 72, names=mixtral.NAMES)),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Every family that is listed in ``tandem.model.families``, against transformers on a tiny random folder of its shape: a new family passes by a row here."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.backends.megatron.model_check import missing_block
+from tandem.backends.vllm.model_check import check_model
 from tandem.config.lora import LINEAR_MODULES, LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.engine.llm import LLM
@@ -198,6 +200,21 @@ def test_logits_are_those_of_transformers(tiny: Tiny, kernels_name: Literal["ref
     assert torch.equal(logits_of(decoder), plain)
 
 
+@pytest.mark.full
+def test_logits_in_bf16_are_as_near_to_those_in_fp32_as_transformers_own(tiny: Tiny, record_property: Callable[[str, object], None]) -> None:
+    """Prints the differences to transformers, relative to the norm of its logits in fp32."""
+    exact = peer_logits(tiny.peer)
+    away = lambda logits: float((logits.float() - exact).norm() / exact.norm())
+    theirs = away(peer_logits(copy.deepcopy(tiny.peer).to(torch.bfloat16)))
+    differences = {}
+    for precision in ("fp32", "bf16"):
+        kernels = in_precision(select("cpu"), precision, torch.device("cpu"))  # type: ignore[arg-type]
+        differences[precision] = away(logits_of(load_model(tiny.folder, kernels)))
+        record_property(precision, differences[precision])
+        print(f"{tiny.family}, {precision}: {differences[precision]:.1e} from transformers in fp32, which is {theirs:.1e} from itself in bf16")
+    assert differences["fp32"] < 1e-5 and differences["bf16"] < 1.5 * theirs
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_engine_and_trainer_agree_bit_for_bit(
     tiny: Tiny, precision: Precision, packed_logits: Callable[..., list[Tensor]], paged_logits: Callable[..., list[Tensor]]
@@ -376,6 +393,13 @@ def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., An
     with pytest.raises(UserError, match="is a phi3 model, whose folder stacks matrices; quantize it when it is loaded"):
         peer_model("phi3").save_pretrained(tmp_path / "good")
         quantize_folder(tmp_path / "good", tmp_path / "int8", QuantizeOptions("int8"), select("reference"), [], lambda done, of: None)
+
+
+def test_vllm_is_refused_for_a_folder_with_other_names(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer_model("gpt_oss", **TINY["gpt_oss"]).save_pretrained(tmp_path)
+    recipe: Any = None
+    with pytest.raises(UserError, match=r"is a gpt_oss, whose folder names tensors otherwise than published weights do; set rollout\.backend to tandem"):
+        check_model(read_model_sizes(tmp_path), "cpu", recipe)
 
 
 def test_the_document_has_the_table_of_the_declarations() -> None:
