@@ -107,7 +107,7 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     kernels.packed_attention(q.requires_grad_(), k, v, starts, 64, 0.1, None).sum().backward()
     q = q.detach()
     kernels.packed_attention(q.clone().requires_grad_(), k, v, starts, 64, 0.1, 4096, cap=50.0).sum().backward()
-    for stored in (dtype, torch.int8, torch.float8_e4m3fn):
+    for stored in (dtype, torch.int8, torch.float8_e4m3fn, torch.uint8):
         (cache,) = empty_cache((64, 2, size), 1, stored, device)
         kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)
         batch = PagedBatch(starts, starts[1:], torch.zeros(1, 32, dtype=torch.int32), positions)
