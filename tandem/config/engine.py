@@ -203,8 +203,8 @@ class EngineArgs:
     """Share of the GPU's memory for weights, activations and KV cache; the cache takes what the others leave. Empty: the size is
     `kv_cache_tokens`. It has no effect on a CPU, for which programs written for vLLM give it too."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or
-    `fp8_e4m3`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
+    """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or with a scale for each token and head 8 bits, `int8` or
+    `fp8_e4m3`, or 4, `int4`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     """How a preempted sequence is resumed: `swap` copies its blocks to host memory as far as `swap_space` allows, `recompute` drops them,
     `auto` selects the cheaper."""

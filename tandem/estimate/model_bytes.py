@@ -40,12 +40,13 @@ def trained_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1) -> 
 
 def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto") -> int:
     """Bytes of keys and values that one token takes in the cache of a model of ``dtype``, over all layers: numbers, and with
-    8 bits an fp32 scale for each head. Of latent attention, those of its compressed vector, with one scale."""
-    stored = {"auto": dtype, "fp8_e4m3": "int8"}.get(kv_cache_dtype, kv_cache_dtype)
-    scale = 4 if kv_cache_dtype in ("int8", "fp8_e4m3") else 0
+    8 bits or fewer an fp32 scale for each head. Of latent attention, those of its compressed vector, with one scale."""
+    codes = {"int8": 1.0, "fp8_e4m3": 1.0, "int4": 0.5}
+    each = codes[kv_cache_dtype] if kv_cache_dtype in codes else DTYPE_BYTES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
+    scale = 4 if kv_cache_dtype in codes else 0
     if shapes.latent is not None:
-        return shapes.num_hidden_layers * (shapes.latent.cached_size * DTYPE_BYTES[stored] + scale)
-    return 2 * shapes.num_hidden_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_key_value_heads * scale)
+        return shapes.num_hidden_layers * int(shapes.latent.cached_size * each + scale)
+    return 2 * shapes.num_hidden_layers * int(shapes.key_value_size * each + shapes.num_key_value_heads * scale)
 
 
 def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = "float32") -> int:

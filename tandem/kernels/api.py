@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.kernels.kv_dtype import is_scaled
+from tandem.kernels.kv_dtype import is_scaled, stored_size
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
 from tandem.layout.shapes import Activation
 from tandem.types.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
@@ -56,7 +56,7 @@ class Routing(NamedTuple):
 
 class KVLayer(NamedTuple):
     """One layer's KV cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register holds one
-    component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; for 8-bit codes also their fp32 scales ``key_scales`` and
+    component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``, with pairs of 4-bit codes D / 2; for codes also their fp32 scales ``key_scales`` and
     ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
 
     keys: Tensor
@@ -307,7 +307,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
     """Returns a zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales if ``dtype`` needs them."""
-    blocks, heads, size = shapes
+    (blocks, heads, _), size = shapes, stored_size(shapes[2], dtype)
 
     def zeros(*shape: int, of: torch.dtype) -> Tensor:
         return untouched_zeros((blocks, heads, *shape), of, device)

@@ -18,7 +18,7 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
     skipped = behind * BLOCK_TOKENS
     key_scales = None if cache.key_scales is None else cache.key_scales[blocks].unsqueeze(2)
     value_scales = None if cache.value_scales is None else cache.value_scales[blocks].unsqueeze(3)
-    keys = decode(cache.keys[blocks], key_scales, dtype).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
+    keys = decode(cache.keys[blocks], key_scales, dtype, axis=2).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
     values = decode(cache.values[blocks], value_scales, dtype).permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
     return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 

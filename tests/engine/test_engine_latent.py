@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from engine_matrix import MEMORY, SPECULATION, check
 
+from tandem import LLM
+from tandem.types import UserError
+
 FULL = pytest.mark.full
 CELLS = [(chunk, memory, speculation) for chunk in (16, 23, 64) for memory in MEMORY for speculation in SPECULATION]
 
@@ -26,3 +29,8 @@ def test_every_cell_of_the_matrix_draws_the_same_bits(
 ) -> None:
     folders = {name: make_folder(architecture, seed) for name, seed in (("plain", 0), ("draft", 2), ("new", 1))}
     check(folders, numbers, ranks, cells)
+
+
+def test_a_cache_of_4_bits_is_refused_for_compressed_rows(make_folder: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"kv_cache_dtype is 'int4', which a model with latent attention cannot have: .*; choose int8 or fp8_e4m3"):
+        LLM(make_folder("deepseek_v3"), kv_cache_dtype="int4")

@@ -109,7 +109,7 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     kernels.packed_attention(q.clone().requires_grad_(), k, v, starts, 64, 0.1, 4096, cap=50.0).sum().backward()
     sinks = torch.zeros(8, dtype=dtype, requires_grad=True)
     kernels.packed_attention(q, k, v, starts, 64, 0.1, 4096, sinks=sinks).sum().backward()
-    for stored in (dtype, torch.int8, torch.float8_e4m3fn):
+    for stored in (dtype, torch.int8, torch.float8_e4m3fn, torch.uint8):
         (cache,) = empty_cache((64, 2, size), 1, stored, device)
         kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)
         batch = PagedBatch(starts, starts[1:], torch.zeros(1, 32, dtype=torch.int32), positions)

@@ -265,7 +265,7 @@ def test_rope_is_the_references_and_gives_a_token_the_same_bits_in_any_batch(siz
     assert rows_that_differ(op, qkv) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_the_cache_holds_the_codes_that_the_house_defines_and_attention_sees_what_they_say(dtype: torch.dtype) -> None:
     heads, size, tokens = (4, 2, 16), 16, 37
     qkv, table = torch.randn(tokens, 8 * size) * torch.logspace(-9, 3, tokens).unsqueeze(1), torch.randn(64, size)

@@ -1,13 +1,14 @@
 """Bindings of the C functions of attention: rotary embedding, the KV cache, and attention over it. See ``calls`` for conventions."""
 
-from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64
+from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64, uint8
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.cpu.calls import address, dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.kv_dtype import stored_size
 
 _MAX_HEAD = 576
-_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
+_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3, uint8: 4}
 """The codes of ``for_stored`` in cache.h."""
 
 
@@ -205,6 +206,7 @@ def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int
     blocks, kind = keys.shape[0], _STORED.get(keys.dtype)
     if kind is None or values.dtype is not keys.dtype:
         raise TypeError(f"kernels cpu store keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
+    size = stored_size(size, keys.dtype)
     if not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
         raise shape_error("cache keys", keys, f"dense [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
     if not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):

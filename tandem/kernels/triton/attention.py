@@ -9,7 +9,7 @@ from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
 
 LOG2_E = 1.4426950408889634
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 _MOST_PARTIAL = 1 << 28
 """Maximum bytes of partial results of split attention."""
 _TALL_SIZE = 128
@@ -36,7 +36,7 @@ def paged(
 ) -> Tensor:  # fmt: skip
     """Runs ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: whichever fills the
     device); the bits are the same."""
-    check("attention q", q, None, None, cache.keys.shape[2])
+    check("attention q", q, None, None, cache.keys.shape[2] * (2 if cache.keys.dtype == torch.uint8 else 1))
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     width = batch.block_tables.shape[1]
     most = -(-width * BLOCK_TOKENS // tiles.split)

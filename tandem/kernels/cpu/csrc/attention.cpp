@@ -26,7 +26,7 @@ struct Source {
   int kind;
   const void *keys, *values;
   const float *key_scales, *value_scales;
-  int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in numbers
+  int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in stored elements
   int64_t value_row_stride;
   const int32_t* table;  // null: tile t is block t - begin
   int64_t begin;
@@ -51,9 +51,17 @@ struct Source {
         const T* from = static_cast<const T*>(keys) + block * key_tile_stride;
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
-        for (int64_t d = 0; d < size; ++d) {
-          const V key = widen(from + d * LANES);
-          store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
+        if constexpr (IS_PAIR<T>) {
+          float* behind = to + size / 2 * LANES;
+          for (int64_t d = 0; d < size / 2; ++d) {
+            store(to + d * LANES, mul(widen_half<false>(from + d * LANES), scale));
+            store(behind + d * LANES, mul(widen_half<true>(from + d * LANES), scale));
+          }
+        } else {
+          for (int64_t d = 0; d < size; ++d) {
+            const V key = widen(from + d * LANES);
+            store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
+          }
         }
       }
     });
@@ -70,10 +78,7 @@ struct Source {
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
           const V scale = IS_SCALED<T> ? set1(value_scales[block * scale_tile_stride + j]) : zero();
-          each_vector(size, [&](int64_t d, int n) {
-            const V value = widen_n(from + d, n);
-            put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n);
-          });
+          each_code(from, size, [&](int64_t d, int n, V value) { put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n); });
         }
       }
     });
@@ -359,7 +364,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
       }
       work += add_tasks(tasks, s, kv_heads, first, last, query_start[s] - first);
     }
-    const int64_t tile = BLOCK_TOKENS * size;
+    const int64_t stored = for_stored(kind, [&](auto number) { return stored_size<decltype(number)>(size); }), tile = BLOCK_TOKENS * stored;
     const int64_t bytes = kind == 0 ? 4 : kind == 1 ? 2 : 1;
     run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t scales = task.kv_head * BLOCK_TOKENS;
@@ -371,7 +376,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
               kv_heads * tile,
               kv_heads * tile,
               kv_heads * BLOCK_TOKENS,
-              size,
+              stored,
               block_tables + task.sequence * table_width,
               0};
     });

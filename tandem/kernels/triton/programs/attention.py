@@ -9,7 +9,7 @@ round alike. Masked keys add exact zeros to a row, so that neither the tile nor 
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import capped, decode_fp8, group_rows, product, sequence_with, tile_of
+from tandem.kernels.triton.programs.common import capped, decode_fp8, decode_int4, group_rows, product, sequence_with, tile_of
 
 
 @triton.jit
@@ -25,21 +25,23 @@ def _load_keys(
     MASKED: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``PAGED``: 1 from a cache of transposed
-    keys, 2 from one of rows that are values too. ``CODES``: 0 values, 1 int8, 2 e4m3."""
+    keys, 2 from one of rows that are values too. ``CODES``: 0 values, 1 int8, 2 e4m3, 3 pairs of 4 bits, whose high ones are
+    those of the second half of a head, and which rows that are values too never have."""
     mask = (d < D)[:, None] & read[None, :]
     UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
         block = _block_of(table, at, read, MASKED)
+        STORED: tl.constexpr = D // 2 if CODES == 3 else D
         if PAGED == 2:
             offset = ((block * kv_heads + head) * 16 + at % 16)[None, :] * D + d[:, None]
         else:
-            offset = ((block * kv_heads + head) * D * 16 + at % 16)[None, :] + d[:, None] * 16
+            offset = ((block * kv_heads + head) * STORED * 16 + at % 16)[None, :] + (d % STORED if CODES == 3 else d)[:, None] * 16
             # Sixteen keys are contiguous, and every block starts at a multiple of 16.
             offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
         keys = tl.load(k + offset) if UNMASKED else tl.load(k + offset, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
+            wide = decode_int4(keys, (d >= STORED)[:, None]) if CODES == 3 else decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
             keys = wide * scale[None, :]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
@@ -58,12 +60,13 @@ def _load_values(
     UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
         block = _block_of(table, at, read, MASKED)
-        offset = ((block * kv_heads + head) * 16 + at % 16) * D
-        own = v + offset[:, None] + d[None, :]
+        STORED: tl.constexpr = D // 2 if CODES == 3 else D
+        offset = ((block * kv_heads + head) * 16 + at % 16) * STORED
+        own = v + offset[:, None] + (d % STORED if CODES == 3 else d)[None, :]
         values = tl.load(own) if UNMASKED else tl.load(own, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(values) if CODES == 2 else values.to(tl.float32)
+            wide = decode_int4(values, (d >= STORED)[None, :]) if CODES == 3 else decode_fp8(values) if CODES == 2 else values.to(tl.float32)
             values = wide * scale[:, None]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D

@@ -124,6 +124,13 @@ def encode_int8(x):
 
 
 @triton.jit
+def decode_int4(pairs, is_high):
+    """Decodes one of the two codes in each of ``pairs`` uint8 to fp32: that of the high bits where ``is_high``."""
+    wide = pairs.to(tl.int32)
+    return (tl.where(is_high, wide >> 4, wide & 15) - 8).to(tl.float32)
+
+
+@triton.jit
 def capped(x, CAP: tl.constexpr):
     """Returns ``CAP tanh(x / CAP)``: near 0 by the polynomial of Cephes' tanhf (Moshier, 1989), else ``1 - 2 / (exp(2 |y|) + 1)`` with the sign of y."""
     y = tl.div_rn(x, tl.full(x.shape, CAP, tl.float32))
