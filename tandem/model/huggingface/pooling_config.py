@@ -66,7 +66,8 @@ def read_pooling(folder: Path, args: EngineArgs) -> ModelPooling | None:
     """Returns how an engine with the options ``args`` makes results of the model in ``folder``; ``None`` if it generates text. Raises ``UserError`` for a
     model that cannot do what the options ask for."""
     config = read_json(folder / "config.json") | dict(args.hf_overrides or {})
-    if args.runner == "generate":
+    # Of a module of transformers, the class in config.json may be named as one without a head: GPT2LMHeadModel.
+    if args.runner == "generate" or args.implemented_by.is_transformers:
         return None
     found = _declared(folder, config, args)
     if found is None:

@@ -1,0 +1,84 @@
+"""The engine with the module of transformers: greedy tokens are those of ``generate``, however they are batched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.cli.main import main
+from tandem.engine.llm import LLM
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.text.characters import make_character_tokenizer
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+TYPES: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"head_dim": 16},
+    "exaone4": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4},
+    "gpt_neox": {},
+    "nemotron": {},
+    "stablelm": {"qk_layernorm": True},
+    "starcoder2": {"sliding_window": 20},
+}
+QUICK = "stablelm"
+NEW = 30
+SHAPES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 8, "max_num_seqs": 3},
+    "preemption": {"kv_cache_tokens": 16 * 8, "max_model_len": 96},
+    "swap": {"kv_cache_tokens": 16 * 8, "max_model_len": 96, "swap_space": 0.01, "preemption_mode": "swap"},
+    "no prefixes": {"enable_prefix_caching": False, "max_num_seqs": 1, "max_num_batched_tokens": 64},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+
+
+def saved(model_type: str, folder: Path, vocab_size: int = 40) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**SIZES, **ends, **TYPES[model_type]})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in TYPES])
+def test_greedy_tokens_are_those_of_generate_with_the_same_bits_in_every_batch(model_type: str, tmp_path: Path) -> None:
+    peer = saved(model_type, tmp_path)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 40, (n,), generator=draw).tolist() for n in (21, 2, 34, 7, 40)]
+    prompts.append([*prompts[2], 5, 6, 7])
+    expected = [peer.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    results = {}
+    for name, options in {"plain": {}, **SHAPES}.items():
+        with LLM(tmp_path, model_impl="transformers", skip_tokenizer_init=True, **{"max_model_len": 96, **options}) as llm:
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+            preempted = llm.engine.stats().num_preemptions
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected, name
+        # Where every layer has a window, sequences give blocks back in time.
+        assert name not in ("preemption", "swap") or preempted > 0 or model_type == "starcoder2"
+        results[name] = [[next(iter(each.values())).logprob for each in output.outputs[0].logprobs or []] for output in outputs]
+    assert all(result == results["plain"] for result in results.values())
+
+
+def test_the_command_generates_and_refuses_what_a_module_cannot_do_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789", tmp_path)
+    saved(QUICK, tmp_path, vocab_size=42)
+    asked = ["generate", str(tmp_path), "--prompt", "abc", "--max-tokens", "4", "--temperature", "0"]
+    assert main([*asked, "--model-impl", "transformers"]) in (0, None)
+    assert capsys.readouterr().out.strip("\n")
+    refused = [
+        ([], "model_type 'stablelm'; supported are"), (["--model-impl", "transformers", "-tp", "2"], "engine tensor_parallel_size is 2 and model_impl"),
+        (["--model-impl", "transformers", "-q", "int8"], "engine quantization is 'int8' and model_impl 'transformers'"),
+    ]  # fmt: skip
+    for options, says in refused:
+        assert main([*asked, *options]) == 2
+        error = capsys.readouterr().err
+        assert says in error and len(error.splitlines()) == 1
