@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.engine import EngineArgs
 from tandem.config.lora import LoraConfig
 from tandem.engine.kv_cache.cache_tensors import block_bytes, make_cache
 from tandem.estimate.model_bytes import held_parameters, kv_bytes_per_token
+from tandem.estimate.pod_gpu import ENGINE_CONTEXT_BYTES, cache_tokens_within, engine_weight_bytes, engine_working_bytes
 from tandem.kernels import BLOCK_TOKENS, select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.kernels.quantized import PackedQuantized
@@ -61,6 +63,14 @@ def test_a_token_takes_one_compressed_row_in_each_layer(stored: KVCacheDtype, ea
 @pytest.mark.parametrize("shapes", [V3, replace(V3, attention_bias=True, output_bias=True), V2], ids=["V3", "V3 with biases", "V2"])
 def test_the_planner_counts_the_parameters_that_the_decoder_holds(shapes: ModelShapes) -> None:
     assert sorted(count for count, _ in held_parameters(shapes)) == sorted(parameter.numel() for parameter in random_decoder(shapes).parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_of_an_engine_holds_the_whole_row(ranks: int) -> None:
+    engine = EngineArgs(gpu_memory_utilization=0.9, tensor_parallel_size=ranks)
+    tokens = cache_tokens_within(V3, engine, "float32", 2**32)
+    weights = (engine_weight_bytes(V3, "float32", "float32") + engine_working_bytes(V3, engine)) // ranks
+    assert tokens == (int(0.9 * 2**32) - ENGINE_CONTEXT_BYTES - weights) // (V3.num_hidden_layers * 4 * 32)
 
 
 def test_the_published_cache_has_the_published_size() -> None:
