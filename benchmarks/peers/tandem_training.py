@@ -1,4 +1,4 @@
-"""Our side of the training benchmark. ``tandem_training.py MODEL BATCHES.json THREADS``; ``packed`` and ``varied`` train on the
+"""Our side of the training benchmark. ``tandem_training.py MODEL BATCHES.json THREADS [PRECISION]``; ``packed`` and ``varied`` train on the
 next batch of that kind, ``rate`` times a large matrix product. A step is all that a run does for it: sequences packed, collated, trained on."""
 
 import json
@@ -12,6 +12,7 @@ from lines import answer, command
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.kernels.mixed import in_precision
 from tandem.model.huggingface.model_folder import load_model
 from tandem.runtime.machine.heap import freed_memory_kept
 from tandem.trainer.losses.aggregate import counts_of
@@ -37,7 +38,7 @@ def rate() -> float:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[3]))
-    kernels = select("auto")
+    kernels = in_precision(select("auto"), sys.argv[4] if len(sys.argv) > 4 else "fp32", torch.device("cpu"))  # type: ignore[arg-type]
     models = {kind: load_model(Path(sys.argv[1]), kernels) for kind in ("packed", "varied")}
     optimizers = {kind: AdamW(model.named_parameters(), SETTINGS) for kind, model in models.items()}
     batches = {kind: iter(steps) for kind, steps in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")).items()}

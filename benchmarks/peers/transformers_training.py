@@ -1,4 +1,4 @@
-"""The peers of the training benchmark. ``transformers_training.py MODEL BATCHES.json THREADS loop|trainer``; ``packed`` and ``varied`` train
+"""The peers of the training benchmark. ``transformers_training.py MODEL BATCHES.json THREADS loop|trainer [bf16]``; ``packed`` and ``varied`` train
 on the next batch of that kind. ``loop``: the plain loop over transformers' model that people write. ``trainer``: Hugging Face's Trainer on
 the packed data, timed from its ``on_step_begin`` to its ``on_step_end``, so that reading data and logging are not counted."""
 
@@ -77,6 +77,7 @@ def trainer(model: Any, batches: dict[str, list[list[list[int]]]]) -> None:
     config = TrainingArguments(
         output_dir=tempfile.mkdtemp(), use_cpu=True, per_device_train_batch_size=len(steps[0]), max_steps=len(steps), learning_rate=RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        bf16="bf16" in sys.argv[5:],
     )  # fmt: skip
     answer(ready=True)
     InOrder(model=model, args=config, train_dataset=rows, callbacks=[Driven()]).train()  # type: ignore[arg-type]

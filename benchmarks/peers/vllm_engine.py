@@ -35,10 +35,10 @@ class Steps:
 def main() -> None:
     vocabulary = json.loads((Path(sys.argv[1]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     settings = {
-        "max_model_len": 5120, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "enforce_eager": True,
+        "max_model_len": 5120, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "enforce_eager": True, "dtype": "float32",
         **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}"),
     }
-    llm = LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, distributed_executor_backend="uni", disable_log_stats=True, **settings)
+    llm = LLM(sys.argv[1], skip_tokenizer_init=True, distributed_executor_backend="uni", disable_log_stats=True, **settings)
     torch.set_num_threads(int(sys.argv[2]))
 
     def generate(prompts: list[list[int]], new: int, temperature: float) -> list[list[int]]:

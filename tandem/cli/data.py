@@ -112,5 +112,5 @@ def _model(name: str, context: int, new_tokens: int) -> "ModelText":
 
     path = find_model(name, "description", option="--model FOLDER")
     if not context and (path / "config.json").is_file():
-        context = read_shapes(path).max_position_embeddings
+        context = read_shapes(path).default_context
     return ModelText(path, Tokenizer.from_folder(path), max(context - new_tokens, 0))

@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--quantization", help="of the weights: bf16, fp16, fp8, int8, int4, gptq or awq (default: the rule: awq; with a target fp8 where the GPU has it)"
     )
-    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16, int8 or fp8_e4m3 (default: auto)")
+    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16, int8, fp8_e4m3 or int4 (default: auto)")
     engine.add_argument("--max-model-len", type=token_count, help="tokens of a sequence (default: what 999 of 1,000 requests need)")
     engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at once in an engine (default: 256)")
     engine.add_argument("--max-num-batched-tokens", type=token_count, default=8192, help="tokens of a step (default: 8192)")

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = QuantizeOptions(options.method, options.bits, options.group_size, options.damping, options.act_order)
     chosen.check()
     source, target = find_model(options.source), Path(options.target)
-    positions = read_shapes(source).max_position_embeddings
+    positions = read_shapes(source).default_context
     if options.samples < 1:
         raise UserError(f"--samples is {options.samples}; it must be at least 1")
     length = min(512, positions) if options.sequence_length is None else options.sequence_length
@@ -108,7 +108,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
     with LLM(folder, skip_tokenizer_init=True, max_num_seqs=SPEED_PROMPTS) as llm:
         decoder = llm.engine.decoder
         weights = sum(linear.rows * linear.columns for layer in decoder._layers() for linear in layer.linears())
-        length = max(1, min(SPEED_TOKENS, decoder.shapes.max_position_embeddings - 4))
+        length = max(1, min(SPEED_TOKENS, decoder.positions - 4))
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, decoder.shapes.vocab_size, (SPEED_PROMPTS, 2), generator=draw).tolist()
         asked = [{"prompt_token_ids": tokens} for tokens in prompts]

@@ -21,6 +21,7 @@ QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "nf4", "bf
 MOST_SPEC_FACTOR = 1000.0
 MOST_SLOWDOWN = 1000.0
 ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+EnginePrecision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,9 @@ class EngineArgs:
     """Maximum size of that cache in GiB. 0: no limit."""
     dtype: ModelDtype = "float32"
     """Dtype of weights and activations: `float32`, `float64`, `bfloat16` or `float16`; `auto` is `float32`."""
+    precision: EnginePrecision = "fp32"
+    """Precision of linear layers over fp32 weights: `fp32`, `bf16`, `fp16` or `fp8`, as `trainer.precision`, whose bits the engine then has. `bf16` packs
+    weights in bf16 and uses the dot products of a CPU that has them (`avx512_bf16`); in the same bits, slower, on one that has not."""
     quantization: str | None = None
     """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `nf4`, `bf16` or `fp16`; with `+head` the
     output head as well. A quantized folder is recognised without this option."""
@@ -199,8 +203,8 @@ class EngineArgs:
     """Share of the GPU's memory for weights, activations and KV cache; the cache takes what the others leave. Empty: the size is
     `kv_cache_tokens`. It has no effect on a CPU, for which programs written for vLLM give it too."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or
-    `fp8_e4m3`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
+    """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or with a scale for each token and head 8 bits, `int8` or
+    `fp8_e4m3`, or 4, `int4`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     """How a preempted sequence is resumed: `swap` copies its blocks to host memory as far as `swap_space` allows, `recompute` drops them,
     `auto` selects the cheaper."""
@@ -291,6 +295,10 @@ class EngineArgs:
             raise UserError(
                 f"engine attention is '{self.attention}', which needs a GPU and 16 bits, and device is '{self.device}' with dtype '{self.dtype}'; set "
                 "attention to auto"
+            )
+        if self.precision != "fp32" and self.dtype not in ("auto", "float32"):
+            raise UserError(
+                f"engine precision is '{self.precision}', which computes over fp32 weights, and dtype is '{self.dtype}'; leave one of them out"
             )
         if self.max_model_len is not None:
             self.check_length(self.max_model_len)

@@ -25,9 +25,9 @@ class NewModelConfig:
     num_attention_heads: int = 4
     """Number of query heads; a multiple of `num_key_value_heads`."""
     num_key_value_heads: int = 2
-    """Number of key and value heads."""
+    """Number of key and value heads; in a family with latent attention each query head has its own, whatever is set here."""
     head_dim: int = 32
-    """Width of a head; must be even."""
+    """Width of a head; must be even. In a family with latent attention, of the part that is not rotated."""
     intermediate_size: int = 512
     """Width of the feed-forward layer."""
     max_position_embeddings: int = 256

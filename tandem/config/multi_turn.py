@@ -5,7 +5,11 @@ from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
 
-ToolCallParser = Literal["hermes", "llama3_json", "mistral", "pythonic"]
+ToolCallParser = Literal[
+    "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite4", "phi4_mini_json",
+    "olmo3", "cohere_command3", "openai",
+]  # fmt: skip
+"""The formats of ``tandem serve`` in which a call has the types of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,8 @@ class MultiTurnConfig:
     """Maximum number of the model's turns. An episode whose last turn still calls a tool is truncated, as at `rollout.max_tokens`."""
     tool_call_parser: ToolCallParser = "hermes"
     """How the model writes a call, with vLLM's names. `hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen);
-    `llama3_json`: `{"name": ..., "parameters": {...}}`; `mistral`: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`; `pythonic`: `[name(key=value)]`."""
+    `llama3_json`: `{"name": ..., "parameters": {...}}`; `mistral`: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`; `pythonic`: `[name(key=value)]`;
+    the others as in the table of `docs/serving.md`."""
     observation_role: Literal["tool", "user"] = "tool"
     """The role in which the chat template shows results. `user`: for a template that knows no tools."""
     max_tool_response_tokens: int = 256

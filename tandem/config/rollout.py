@@ -84,6 +84,7 @@ class RolloutConfig:
         "engine.download_dir": "the engine takes its weights from the trainer",
         "engine.weight_cache_gib": "the engine takes its weights from the trainer",
         "engine.dtype": "the rollout uses trainer.dtype and trainer.precision",
+        "engine.precision": "the rollout uses trainer.dtype and trainer.precision",
         "engine.device": "trainer and rollout share machine.device",
         "engine.seed": "run.seed is the seed of every request",
         "engine.max_model_len": "model.max_length is the context of trainer and rollout",

@@ -63,6 +63,7 @@ class Engine:
         speculative: SpeculativeConfig | None = None, draft: Decoder | None = None, model_pooling: ModelPooling | None = None,
     ) -> None:
         settings.check(decoder.shapes.max_position_embeddings)
+        decoder.use_context(settings.max_model_len)
         self.settings = settings
         self.tokenizer = tokenizer
         self.decoder = decoder

@@ -18,7 +18,7 @@ from tandem.engine.executor.load import check_quantization, load_decoder
 from tandem.engine.executor.ranks import Ranks, RankSettings
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
 from tandem.engine.llm_options import EngineOptions, whole_signature
-from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
+from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tell_of_long_frequencies, tokenizer_of
 from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
@@ -33,7 +33,6 @@ from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
-from tandem.kernels.mixed import Precision
 from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import read_shapes
@@ -61,7 +60,7 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, **options: Unpack[EngineOptions],
+        digest_weights: bool = False, trained_lora: LoraConfig | None = None, **options: Unpack[EngineOptions],
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -69,8 +68,6 @@ class LLM:
             tokenizer: A folder, a ``Tokenizer``, or ``None`` for the model's own. Without one, prompts are token ids.
             weight_version: What the engine calls these weights; by default ``FIRST_VERSION``, or ``DUMMY_VERSION`` for random ones.
             digest_weights: Keep digests of the weights in ``engine.weight_digests``.
-            precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and products in 16 bits, which on a CPU
-                are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
             trained_lora: ``trainer.lora`` of the trainer: the model gets its adapter, which changes nothing before the first update; updates then hold
                 the adapter alone. Adapters of requests are those of ``enable_lora``.
             options: Every other field of ``tandem.EngineArgs``, for example ``max_num_seqs=64``; ``tandem serve --help`` describes them. ``None``
@@ -86,14 +83,14 @@ class LLM:
         self._traces = None if exporter is None else TracedCalls(exporter)
         self._engine: Engine | None = None
         try:
-            self._load(args, tokenizer, weight_version, digest_weights, precision, trained_lora)
+            self._load(args, tokenizer, weight_version, digest_weights, trained_lora)
         except BaseException:
             if self._traces is not None:
                 self._traces.close()
             raise
 
     def _load(
-        self, args: EngineArgs, tokenizer: str | Path | Tokenizer | None, weight_version: WeightVersion | None, digest_weights: bool, precision: Precision,
+        self, args: EngineArgs, tokenizer: str | Path | Tokenizer | None, weight_version: WeightVersion | None, digest_weights: bool,
         trained_lora: LoraConfig | None,
     ) -> None:
         """Loads the model; the arguments are those of the constructor."""
@@ -111,6 +108,7 @@ class LLM:
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         settings = resolve(args, shapes, dtype)
+        tell_of_long_frequencies(shapes, settings.max_model_len)
         self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)
         self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")
         given_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) or args.tokenizer is None else self._tokenizer_folder
@@ -124,15 +122,15 @@ class LLM:
             ranks = Ranks(
                 RankSettings(
                     str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
-                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision, trained_lora,
-                    heads,
+                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention, args.precision, trained_lora,
+                    heads, settings.max_model_len,
                 )
             )
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
                 folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
-                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision, lora=trained_lora,
+                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=args.precision, lora=trained_lora,
                 heads=heads, implemented_by=args.implemented_by,
             )
         if weight_version is None:

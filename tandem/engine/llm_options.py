@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from tandem.config.engine import AttentionBackend, EngineArgs, ModelDtype, SpeculativeConfig
+from tandem.config.engine import AttentionBackend, EngineArgs, EnginePrecision, ModelDtype, SpeculativeConfig
 from tandem.config.implementation import ImplementationName
 from tandem.config.pooling import Convert, PoolerConfig, Runner
 from tandem.config.traces import TracesProtocol
@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     download_dir: str | Path | None
     weight_cache_gib: float
     dtype: ModelDtype | torch.dtype
+    precision: EnginePrecision
     quantization: str | None
     device: str
     kernels: Literal["auto", "cpu", "reference", "triton"]

@@ -1,6 +1,7 @@
 """Checks and converts the options of an ``LLM`` before anything is loaded."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,18 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
+
+_LOG = logging.getLogger(__name__)
+
+
+def tell_of_long_frequencies(shapes: ModelShapes, max_model_len: int) -> None:
+    """Warns of a context in which short sequences too have the frequencies of long ones (``ModelShapes.positions_in``)."""
+    if max_model_len > (short := shapes.default_context):
+        _LOG.warning(
+            "max_model_len %d is above the %d tokens that the model's short rotary frequencies (longrope) are for: all sequences, short ones too, have the "
+            "long ones, as in vLLM; set max_model_len to %d or less for the short ones",
+            max_model_len, short, short,
+        )  # fmt: skip
 
 
 def engine_args(model: str | Path, tokenizer: str | Path | Tokenizer | None, given: Mapping[str, Any]) -> EngineArgs:

@@ -62,10 +62,17 @@ class EngineSettings:
             )
 
 
+def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name: str = "kv_cache_dtype") -> None:
+    """Raises ``UserError`` for a ``kv_cache_dtype`` that the cache of a model of ``shapes`` cannot have. ``name``: of the option."""
+    if kv_cache_dtype == "int4" and shapes.latent is not None:
+        raise UserError(f"{name} is 'int4', which a model with latent attention cannot have: its rows are compressed already; choose int8 or fp8_e4m3")
+
+
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> EngineSettings:
     """Returns the settings of an engine for a model of ``shapes`` in ``dtype``. Raises ``UserError`` for what the model does not allow."""
-    length = shapes.max_position_embeddings if args.max_model_len is None else args.max_model_len
+    length = shapes.default_context if args.max_model_len is None else args.max_model_len
     args.check_length(length)
+    check_kv_cache_dtype(shapes, args.kv_cache_dtype)
     block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
     settings = EngineSettings(

@@ -1,5 +1,6 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
+import math
 from typing import Literal
 
 from tandem.layout.shapes import ModelShapes, is_of_adapter, linear_matrices, parameter_count
@@ -39,12 +40,13 @@ def trained_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1) -> 
 
 def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto") -> int:
     """Bytes of keys and values that one token takes in the cache of a model of ``dtype``, over all layers: numbers, and with
-    8 bits an fp32 scale for each head. Of latent attention, those of its compressed vector, with one scale."""
-    stored = {"auto": dtype, "fp8_e4m3": "int8"}.get(kv_cache_dtype, kv_cache_dtype)
-    scale = 4 if kv_cache_dtype in ("int8", "fp8_e4m3") else 0
+    8 bits or fewer an fp32 scale for each head. Of latent attention, those of its compressed vector, with one scale."""
+    codes = {"int8": 1.0, "fp8_e4m3": 1.0, "int4": 0.5}
+    each = codes[kv_cache_dtype] if kv_cache_dtype in codes else DTYPE_BYTES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
+    scale = 4 if kv_cache_dtype in codes else 0
     if shapes.latent is not None:
-        return shapes.num_hidden_layers * (shapes.latent.cached_size * DTYPE_BYTES[stored] + scale)
-    return 2 * shapes.num_hidden_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_key_value_heads * scale)
+        return shapes.num_hidden_layers * int(shapes.latent.cached_size * each + scale)
+    return 2 * shapes.num_hidden_layers * int(shapes.key_value_size * each + shapes.num_key_value_heads * scale)
 
 
 def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = "float32") -> int:
@@ -85,14 +87,25 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    held = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
-    held += [(size, False) for size in shapes.qk_norm_sizes]
-    held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    held = [(matrix.outputs * matrix.inputs, True) for matrix in shapes.attention_matrices] + [(hidden, False) for _ in shapes.layer_norms]
+    held += [(math.prod(shape), False) for shape in shapes.qk_norm_shapes]
+    if shapes.latent is None:
+        held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    else:
+        held += [(size, False) for _, size in shapes.latent.norms]
+        held += [(matrix.outputs, False) for matrix in shapes.attention_matrices[:-1] if shapes.attention_bias and not matrix.by_head]
     held += [(hidden, False)] if shapes.output_bias else []
+    held += [(shapes.num_attention_heads, False)] if shapes.attention_sinks else []
     experts = shapes.experts_of(layer)
     if experts is not None:
         matrix = experts.num_experts * hidden * experts.intermediate_size
         held += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+        shared = hidden * experts.shared_intermediate_size
+        held += [(2 * shared, True), (shared, True)] if shared else []
+        held += [(hidden, False)] if experts.shared_gate else []
+        held += [(experts.num_experts, False)] if experts.sigmoid is not None else []
+        if experts.biased:
+            held += [(experts.num_experts * size, False) for size in (1, 2 * experts.intermediate_size, hidden)]
     else:
         into = (shapes.mlp_matrices - 1) * inner
         held += [(into * hidden, True), (inner * hidden, True)]

@@ -102,10 +102,16 @@ def _engine_parts(shapes: ModelShapes, trainer: TrainerConfig, engine: EngineArg
     """Returns what the engine has on a GPU while it generates."""
     dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
     weights = engine_weight_bytes(shapes, trainer.dtype, dtype)
-    cache = kv_cache_tokens * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    cache = kv_cache_tokens * _cached_bytes_per_token(shapes, dtype, engine)
     shared = (weights + cache + engine_working_bytes(shapes, engine)) // ranks
     parts = {"engine_context": ENGINE_CONTEXT_BYTES, "engine_weights": weights // ranks, "kv_cache": int(cache // ranks)}
     return parts | {"engine_activations": int(shared) - parts["engine_weights"] - parts["kv_cache"]}
+
+
+def _cached_bytes_per_token(shapes: ModelShapes, dtype: str, engine: EngineArgs) -> int:
+    """Returns the bytes that a token takes in the caches of all ranks, which all hold the compressed row of latent attention."""
+    copies = 1 if shapes.latent is None else engine.tensor_parallel_size
+    return copies * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
 
 
 def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> int:
@@ -123,7 +129,7 @@ def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> i
 def cache_tokens_within(shapes: ModelShapes, engine: EngineArgs, dtype: str, gpu_bytes: int) -> int:
     """Returns how many tokens of KV cache fit, beside weights of ``dtype`` and activations, in the share ``gpu_memory_utilization`` of each GPU of an
     engine. ``gpu_bytes``: the memory of a GPU. 0 or less: none."""
-    weights, token = engine_weight_bytes(shapes, dtype, dtype), kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    weights, token = engine_weight_bytes(shapes, dtype, dtype), _cached_bytes_per_token(shapes, dtype, engine)
     return cache_tokens_beside(weights, token, shapes, engine, gpu_bytes)
 
 

@@ -17,11 +17,12 @@ from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
-from tandem.model.huggingface.stacked_matrices import Stacks
+from tandem.model.huggingface.stacked_experts import stacks_of_folder
 from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_checkpoint
 from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
+from tandem.model.quantization.formats import is_packed_config
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
@@ -112,7 +113,7 @@ def convert(
 
 
 def _write_huggingface(model: Source, folder: Path) -> None:
-    write_file(folder / "model.safetensors", Stacks(model.shapes).join((name, model.weights[name]) for name, _ in parameters(model.shapes)))
+    write_file(folder / "model.safetensors", stacks_of_folder(model.shapes).join((name, model.weights[name]) for name, _ in parameters(model.shapes)))
     _companions(model, folder)
 
 
@@ -149,7 +150,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 def _from_huggingface(folder: Path, config: Path | None) -> Source:
     shapes = read_shapes(config or folder)
-    if read_json((config or folder) / "config.json").get("quantization_config") is not None:
+    if is_packed_config(read_json((config or folder) / "config.json")):
         raise UserError(f"'{folder}' is quantised, which has no other layout; give the unquantized checkpoint")
     given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
     if shapes.tie_word_embeddings and torch.equal(

@@ -5,11 +5,10 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import describe_exit
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-"""Seconds until a process that has ended is started again, at first and at most."""
-_LIVED_S = 300.0
+_LONG_LIFE_S = 300.0
 """A process that has lived so long is started again as one that ends for the first time."""
 
 
@@ -18,7 +17,7 @@ class HelperProcess:
 
     def __init__(self, name: str, start: Callable[[], "subprocess.Popen[bytes]"], say: Callable[[str], None]) -> None:
         self._name, self._start, self._say = name, start, say
-        self._wait_s, self._due_s, self._is_down, self._has_said = FIRST_WAIT_S, 0.0, False, False
+        self._backoff, self._long_lives, self._due_s, self._is_down, self._has_said = Backoff(), 0, 0.0, False, False
         self.process, self._began_s = start(), time.monotonic()
 
     def look(self, *, now: bool = False) -> None:
@@ -27,8 +26,8 @@ class HelperProcess:
             return
         at_s = time.monotonic()
         if not self._is_down:
-            self._wait_s = FIRST_WAIT_S if at_s - self._began_s > _LIVED_S else self._wait_s
-            self._is_down, self._due_s, self._wait_s = True, at_s + self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
+            self._long_lives += at_s - self._began_s > _LONG_LIFE_S
+            self._is_down, self._due_s = True, at_s + self._backoff.wait_s(self._long_lives)
             if not self._has_said:
                 self._say(f"{self._name} has ended ({describe_exit(self.process.returncode)}) and is started again; the run does not wait for it")
                 self._has_said = True

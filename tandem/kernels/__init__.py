@@ -6,8 +6,10 @@ import torch
 
 from tandem.kernels.api import (
     BLOCK_TOKENS,
+    CacheLayer,
     Kernels,
     KVLayer,
+    LatentLayer,
     PackedGroups,
     PackedWeight,
     PagedBatch,
@@ -17,15 +19,18 @@ from tandem.kernels.api import (
     empty_cache,
 )
 from tandem.kernels.kv_dtype import stored_dtype
+from tandem.kernels.latent_cache import empty_latent_cache
 from tandem.kernels.quantized import PackedQuantized, QuantizedWeight
 
 KernelChoice = Literal["auto", "cpu", "reference", "triton"]
 
 __all__ = [
     "BLOCK_TOKENS",
+    "CacheLayer",
     "KVLayer",
     "KernelChoice",
     "Kernels",
+    "LatentLayer",
     "PackedGroups",
     "PackedQuantized",
     "PackedWeight",
@@ -35,6 +40,7 @@ __all__ = [
     "SampledRows",
     "TokenLogprobs",
     "empty_cache",
+    "empty_latent_cache",
     "select",
     "stored_dtype",
     "why_reference",

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.kernels.kv_dtype import is_scaled
+from tandem.kernels.kv_dtype import is_scaled, stored_size
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
 from tandem.layout.shapes import Activation
 from tandem.types.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
@@ -56,7 +56,7 @@ class Routing(NamedTuple):
 
 class KVLayer(NamedTuple):
     """One layer's KV cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register holds one
-    component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; for 8-bit codes also their fp32 scales ``key_scales`` and
+    component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``, with pairs of 4-bit codes D / 2; for codes also their fp32 scales ``key_scales`` and
     ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
 
     keys: Tensor
@@ -67,6 +67,21 @@ class KVLayer(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the cache; the first axis of each is the block."""
         return [tensor for tensor in self if tensor is not None]
+
+
+class LatentLayer(NamedTuple):
+    """One layer's compressed cache of latent attention (``latent_cache``): ``rows[N, BLOCK_TOKENS, D]``, which are keys and values at once; for 8-bit codes
+    also their fp32 ``scales[N, BLOCK_TOKENS]``."""
+
+    rows: Tensor
+    scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the cache; the first axis of each is the block."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+CacheLayer = KVLayer | LatentLayer
 
 
 class TokenLogprobs(NamedTuple):
@@ -166,11 +181,12 @@ class Kernels(Protocol):
         side. No gradient."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Computes ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        """Computes ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019). ``centred``: of x minus its mean, which is
+        LayerNorm without a bias (Ba et al., 2016). ``weight`` [H], or [G, H] of which row t is multiplied with ``weight[t % G]``: T is a multiple of G."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         """Returns ``(rms_norm(x + residual), x + residual)``, both [T, H]."""
         ...
 
@@ -200,18 +216,25 @@ class Kernels(Protocol):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes causal attention within each of the sequences marked by ``cu_seqlens[S + 1]`` int32 -> [T, Hq, D]; positions start at 0
         in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``. ``query_start[S + 1]``
         int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result. ``cap``: the
-        scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not)."""
+        scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not). ``sinks[Hq]``: a score of each head that joins the softmax's
+        denominator, as of a key without a value (Xiao et al., 2023). ``v`` may have fewer
+        numbers a head than ``k``, as in latent attention; so does the result."""
         ...
 
     def paged_attention(
-        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Computes causal attention of an engine's new tokens over the cache -> [T, Hq, D]. No gradient."""
+        ...
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        """Computes causal attention of an engine's new tokens ``q[T, Hq, D]`` over a compressed cache, whose rows are the keys of all heads, and the first
+        ``value_size`` numbers of each its value -> [T, Hq, value_size]. Same bits as ``packed_attention`` with one key-value head. No gradient."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -220,6 +243,11 @@ class Kernels(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """Does ``silu_mul`` with GELU in its approximation by tanh (Hendrycks and Gimpel, 2016)."""
+        ...
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        """Computes ``g sigmoid(1.702 g) (u + 1)`` of ``gate_up[T, 2 F]`` with g its first half, up to 7, and u its second, between -7 and 7: [T, F], as in
+        gpt-oss (OpenAI, 2025)."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -251,9 +279,13 @@ class Kernels(Protocol):
         ...
 
 
+_GATES: dict[Activation, str] = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_mul", "clamped_swiglu": "clamped_swiglu_mul"}
+
+
 def gate_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tensor]:
     """Returns the gate of an MLP: [T, 2 F] -> [T, F]."""
-    return kernels.silu_mul if activation == "silu" else kernels.gelu_mul
+    gate: Callable[[Tensor], Tensor] = getattr(kernels, _GATES[activation])
+    return gate
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -275,7 +307,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
     """Returns a zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales if ``dtype`` needs them."""
-    blocks, heads, size = shapes
+    (blocks, heads, _), size = shapes, stored_size(shapes[2], dtype)
 
     def zeros(*shape: int, of: torch.dtype) -> Tensor:
         return untouched_zeros((blocks, heads, *shape), of, device)

@@ -2,7 +2,8 @@
 
 They compute packed attention: the trainer's, and whole prompts in the engine. None of them reads the layout of the engine's cache, so
 decoding and continued prompts use the wrapped kernels. Bits then differ between trainer and engine, unless the backend rounds in the same
-way: in deterministic mode it is tested before use, and refused if it differs. Scores with a soft cap, which not all of them have, are the wrapped kernels'.
+way: in deterministic mode it is tested before use, and refused if it differs. Scores with a soft cap, which not all of them have, and latent
+attention are the wrapped kernels'.
 """
 
 import importlib
@@ -136,9 +137,11 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
     packed, paged = kernels.packed_attention, kernels.paged_attention
     checked: list[tuple[PagedBatch, int]] = []  # the last batch and its longest prompt, which every layer looks up
 
-    def paged_attention(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-        if cap is not None:
-            return paged(q, cache, batch, scale, window, cap)
+    def paged_attention(
+        q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        if cap is not None or sinks is not None:
+            return paged(q, cache, batch, scale, window, cap, sinks)
         # A step that only decodes has one token per sequence, which needs no device synchronization, so that CUDA graphs can capture it.
         if len(q) == len(batch.context_lens) or cache.keys.dtype != q.dtype:
             return paged(q, cache, batch, scale, window)
@@ -153,10 +156,10 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
 
     def packed_attention(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None, query_start: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if cap is not None:
-            return packed(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
+        if cap is not None or sinks is not None or v.shape[2] != k.shape[2]:
+            return packed(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if query_start is not None:
             return attend_last(attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
         return attention(q, k, v, cu_seqlens, max_seqlen, scale, window)

@@ -1,9 +1,9 @@
 """Encoding and decoding of KV cache entries, in plain torch; the C++ kernels compute the same bits.
 
-``int8`` codes are integers in -127..127, ``float8_e4m3fn`` codes the numbers of that format up to 448 (Micikevicius et al., 2022, "FP8
-formats for deep learning"). The scale of one token and head is its largest magnitude over the largest code, so that no code overflows, and
-at least the smallest normal fp32. Value = code x scale, one fp32 product. A head with a non-finite value is decoded as NaN, so that it
-cannot pass for a finite one.
+``int8`` codes are integers in -127..127, those of ``int4`` (stored as ``uint8``, two in a byte) in -7..7, ``float8_e4m3fn`` codes the numbers of
+that format up to 448 (Micikevicius et al., 2022, "FP8 formats for deep learning"). The scale of one token and head is its largest magnitude over
+the largest code, so that no code overflows, and at least the smallest normal fp32. Value = code x scale, one fp32 product. A head with a
+non-finite value is decoded as NaN, so that it cannot pass for a finite one.
 """
 
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tandem.types.kv_cache import KVCacheDtype
 
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_STORED = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
+_STORED = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "int4": torch.uint8}
+PAIRS = torch.uint8
+"""The dtype of two codes of 4 bits: component d of a head in the low bits of byte d, component d + D / 2 in the high ones, each plus 8."""
 
 
 def stored_dtype(name: KVCacheDtype, compute: torch.dtype) -> torch.dtype:
@@ -27,8 +29,13 @@ def is_scaled(dtype: torch.dtype) -> bool:
     return dtype in LARGEST_CODE
 
 
+def stored_size(size: int, dtype: torch.dtype) -> int:
+    """Returns the elements of ``dtype`` that a head of ``size`` components takes."""
+    return size // 2 if dtype == PAIRS else size
+
+
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Returns ``x[..., D]`` encoded as ``dtype``, and the fp32 scales [...] if it has any."""
+    """Returns ``x[..., D]`` encoded as ``dtype`` ([..., D / 2] of pairs), and the fp32 scales [...] if it has any."""
     if not is_scaled(dtype):
         return x.to(dtype), None
     wide = x.to(torch.float32)
@@ -37,12 +44,17 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     scale = (largest / torch.full_like(largest, LARGEST_CODE[dtype])).clamp_min(torch.finfo(torch.float32).tiny)
     finite = wide.isfinite().all(-1)
     codes = torch.where(finite.unsqueeze(-1), wide / scale.unsqueeze(-1), 0.0)
-    codes = codes.round() if dtype == torch.int8 else codes
+    codes = codes if dtype == torch.float8_e4m3fn else codes.round()
+    if dtype == PAIRS:
+        low, high = (codes + 8).to(dtype).chunk(2, dim=-1)
+        return low | high << 4, torch.where(finite, scale, torch.nan)
     return codes.to(dtype), torch.where(finite, scale, torch.nan)
 
 
-def decode(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the values of ``codes`` as ``dtype``; ``scale``, if given, has axes of length 1 to broadcast over them."""
+def decode(codes: Tensor, scale: Tensor | None, dtype: torch.dtype, axis: int = -1) -> Tensor:
+    """Returns the values of ``codes`` as ``dtype``; ``scale``, if given, has axes of length 1 to broadcast over them. ``axis``: that of a head's components."""
+    if codes.dtype == PAIRS:
+        codes = torch.cat((codes & 15, codes >> 4), dim=axis).to(torch.float32) - 8
     return codes.to(dtype) if scale is None else (codes.to(torch.float32) * scale).to(dtype)
 
 

@@ -2,9 +2,10 @@
 gradients of weights stay in fp32.
 
 A product of 16-bit operands with an fp32 sum is what a tensor core computes. If the device has such units, the operands are cast and torch
-multiplies them; otherwise (``emulated``) operands and results are rounded to 16-bit values and the product is an fp32 one of the wrapped
-kernels, which gives the results of such a unit, up to the order of summation, at fp32's speed and memory. GPUs of compute capability 8.9
-and above have fp8 units (``fp8``).
+multiplies them; otherwise (``emulated``) tensors stay fp32, and operands and results are rounded to 16-bit values. For bf16 the wrapped kernels then
+multiply by the law of ``reference_bf16``, that of the dot-product instruction of CPUs, in the same bits with and without it; for the other formats the
+product is an fp32 one, which gives the results of a 16-bit unit, up to the order of summation, at fp32's speed and memory. GPUs of compute capability
+8.9 and above have fp8 units (``fp8``).
 """
 
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups, PackedWeight, TokenLogprobs, gate_of
 from tandem.kernels.fp8 import FP8_CAPABILITY, Fp8Linear, fits_fp8_units, power_of_two_scale
-from tandem.kernels.quantized import PackedParts, PackedQuantized
+from tandem.kernels.quantized import PackedParts, PackedQuantized, with_parts
 from tandem.layout.shapes import Activation
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -38,6 +39,24 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return precision == "fp8" and not (torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY)
+
+
+def dot_products(kernels: Kernels) -> bool:
+    """Returns whether ``kernels``, not mixed ones, multiply in bf16 by an instruction of the processor."""
+    products = getattr(kernels, "bf16_products", None)
+    return products is not None and bool(products(True).has_instruction)
+
+
+def emulation_note(precision: Precision, device: torch.device, kernels: Kernels, where: str) -> str:
+    """Returns a line on the speed of the products under ``precision`` if ``device`` has no units for it that ``kernels`` use; else it is empty."""
+    if not is_emulated(precision, device) or (precision == "bf16" and dot_products(kernels)):
+        return ""
+    if precision == "bf16":
+        return (
+            f"precision bf16 is emulated {where}: kernels {kernels.name} here have no instruction for dot products of bf16 (avx512_bf16); the numbers are "
+            "those of a processor that has it, and take longer than in fp32"
+        )
+    return f"precision {precision} is emulated {where}: operands are rounded to it and multiplied in fp32, which shows its numbers and not its speed"
 
 
 def whole_precision(kernels: Kernels) -> Kernels:
@@ -64,7 +83,7 @@ class MixedKernels:
     multiplies in the compute dtype.
 
     ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is the
-    fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
+    product in fp32 (on 16-bit units of a GPU rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
     result's gradient in e5m2, each with one scale per tensor that brings its largest magnitude to the format's largest number; results in
     bf16; the head stays in bf16."""
 
@@ -73,12 +92,16 @@ class MixedKernels:
         self.name = inner.name
         self.dtype = COMPUTE_DTYPE[precision]
         self.is_native = not emulated and precision != "fp8"
+        products = getattr(inner, "bf16_products", None) if emulated and precision == "bf16" else None
+        self._products: Kernels | None = None if products is None else products(rounds_results)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Does ``inner.linear`` with rounded operands. Emulated: fp32 with 16-bit values; else in the compute dtype."""
+        if self._products is not None:
+            return self._products.linear(x, weight, bias)
         if not self.emulated and self.precision == "fp8":
             if fits_fp8_units(weight):
                 return Fp8Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
@@ -91,12 +114,16 @@ class MixedKernels:
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         """Does ``inner.grouped_linear`` with rounded operands."""
+        if self._products is not None:
+            return self._products.grouped_linear(x, weight, bounds)
         if not self.emulated:
             return self.inner.grouped_linear(x.to(self.dtype), weight.to(self.dtype), bounds)
         return self._output(self.inner.grouped_linear(self._input(x), self._weight(weight), bounds))
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         """Does ``inner.token_logprobs`` with 16-bit operands; logits and later values are fp32 if emulated."""
+        if self._products is not None:
+            return self._products.token_logprobs(_Round.apply(hidden, None, self.dtype), weight, targets, temperature, cap)
         if not self.emulated:
             return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature, cap)
         hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
@@ -109,14 +136,22 @@ class MixedKernels:
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """Does ``inner.pack`` with the rounded weight."""
+        if self._products is not None:
+            return self._products.pack(weight)
         return self.inner.pack(self._packed(weight))
 
     def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
         """Does ``inner.pack_elements`` with the rounded values; not in fp8, whose scale is the whole weight's."""
+        if self._products is not None:
+            return self._products.pack_elements(weight, rows, columns, values)
         return self.precision != "fp8" and self.inner.pack_elements(weight, rows, columns, self._packed(values))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
         """Does ``linear`` with its bits. No gradient."""
+        if self._products is not None and not isinstance(weight, PackedQuantized):
+            if isinstance(weight, PackedWeight) or not any(isinstance(part, PackedQuantized) for part in weight.parts):
+                return self._products.linear_packed(x, weight, bias)
+            return self._output(with_parts(self.linear_packed, x, weight, bias))
         with torch.no_grad():
             if self.is_native:
                 return self.inner.linear_packed(x.to(self.dtype), weight, None if bias is None else bias.to(self.dtype))
@@ -125,16 +160,22 @@ class MixedKernels:
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
-        """Computes its three steps one by one, because intermediate values are rounded."""
+        """Computes its three steps; if the wrapped kernels do not round results themselves, one by one."""
+        if self._products is not None:
+            return self._products.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
         with torch.no_grad():
             return self.linear_packed(gate_of(self.inner, activation)(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         """Does ``inner.pack_groups`` with the rounded weights."""
+        if self._products is not None:
+            return self._products.pack_groups(weight)
         return self.inner.pack_groups(self._packed(weight))
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
         """Does ``grouped_linear`` with its bits. No gradient."""
+        if self._products is not None:
+            return self._products.grouped_linear_packed(x, weight, bounds)
         with torch.no_grad():
             if self.is_native:
                 return self.inner.grouped_linear_packed(x.to(self.dtype), weight, bounds)

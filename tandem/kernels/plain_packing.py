@@ -1,9 +1,11 @@
 """Packed weights of kernel sets that use plain layouts: packing is a copy."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import PackedGroups, PackedWeight
+from tandem.kernels.api import PackedGroups, PackedWeight, gate_of
 from tandem.kernels.quantized import (
     PackedParts,
     PackedQuantized,
@@ -31,6 +33,9 @@ class PlainPacking:
         raise NotImplementedError
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
         raise NotImplementedError
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -65,9 +70,9 @@ class PlainPacking:
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
+        kernels: Any = self
         with torch.no_grad():
-            gate = self.silu_mul if activation == "silu" else self.gelu_mul
-            return self.linear_packed(gate(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+            return self.linear_packed(gate_of(kernels, activation)(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])

@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.kernels.api import (
     BLOCK_TOKENS,
     KVLayer,
+    LatentLayer,
     PagedBatch,
     Routing,
     SampledRows,
@@ -26,12 +27,16 @@ from tandem.kernels.api import (
     sum_in_order,
 )
 from tandem.kernels.kv_dtype import RoundKV, encode
+from tandem.kernels.latent_cache import read_rows
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference_attention import attend, gather
+from tandem.kernels.reference_bf16 import Bf16Linear, whole_logprobs
 from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
 GELU_SLOPE = math.sqrt(2 / math.pi)
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+MOST_EXPONENT = 80.0
 FEWEST_COLUMNS = 16
 """Narrower products (observed with 2 to 11 columns) give a row different bits depending on its position in the tile; they are padded."""
 
@@ -43,6 +48,11 @@ class ReferenceKernels(PlainPacking):
 
     def __init__(self, tiled: bool | None = None) -> None:
         self._tiled = tiled
+
+    def bf16_products(self, rounds: bool) -> "ReferenceBf16Products":
+        """Returns the same kernels with the products of linear layers in bf16, by the law of ``reference_bf16``. ``rounds``: results, after their bias, and
+        gradients of ``x`` are rounded to bf16 numbers too; the logits of ``token_logprobs`` are not."""
+        return ReferenceBf16Products(rounds)
 
     def _is_tiled(self, x: Tensor) -> bool:
         return x.dtype != torch.float64 if self._tiled is None else self._tiled
@@ -73,14 +83,15 @@ class ReferenceKernels(PlainPacking):
         torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
         return Routing(gates, experts, bounds, order, inverse)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         wide = x.contiguous().to(compute_dtype(x.dtype))
+        wide = wide - wide.mean(-1, keepdim=True) if centred else wide
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (weight.to(wide.dtype) * normed).to(x.dtype)
+        return (weight.to(wide.dtype) * normed.view(-1, *weight.shape)).view(x.shape).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps, centred), total
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
@@ -113,18 +124,20 @@ class ReferenceKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         bounds = cu_seqlens.tolist()
         queries = bounds if query_start is None else query_start.tolist()
         parts = [
-            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window, cap)
+            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window, cap, sinks)
             for (start, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(queries), strict=True)
             if last > first
         ]
-        return torch.cat(parts) if parts else torch.empty_like(q)
+        return torch.cat(parts) if parts else q.new_empty(len(q), q.shape[1], v.shape[2])
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty_like(q)
         starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         with torch.no_grad():
@@ -134,7 +147,18 @@ class ReferenceKernels(PlainPacking):
                     first = length - (end - start)
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
                     k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
-                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap)
+                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap, sinks)
+        return out
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        out = q.new_empty(len(q), q.shape[1], value_size)
+        starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+        with torch.no_grad():
+            for s, length in enumerate(lengths):
+                start, end = starts[s], starts[s + 1]
+                if end > start:
+                    rows = read_rows(cache, batch.block_tables[s], length, q.dtype).unsqueeze(1)
+                    out[start:end] = attend(q[start:end], rows, rows[..., :value_size], length - (end - start), scale, None)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -147,6 +171,13 @@ class ReferenceKernels(PlainPacking):
         gate = gate.contiguous()
         # F.gelu computes the last elements of a tensor by another function than the others, so that their bits depend on the number of rows.
         return (0.5 * gate * (1 + torch.tanh(GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))) * up).to(gate_up.dtype)
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
+        gate, up = gate.contiguous().clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        # Where the sigmoid is below 1e-34 it is that constant: an exponential that overflows has no gradient.
+        decay = torch.exp((gate * -SWIGLU_ALPHA).clamp(max=MOST_EXPONENT))
+        return (gate / (1 + decay) * (up + 1)).to(gate_up.dtype)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return soft_cap(x, cap)
@@ -178,6 +209,25 @@ class ReferenceKernels(PlainPacking):
             sampling = gather_columns(scaled.log_softmax(-1), tokens).to(compute_dtype(logits.dtype))
             sampling = torch.where(greedy, torch.zeros_like(sampling), sampling)
             return SampledRows(tokens, self.logits_logprobs(logits, tokens), sampling)
+
+
+class ReferenceBf16Products(ReferenceKernels):
+    """See ``ReferenceKernels.bf16_products``."""
+
+    has_instruction = False
+
+    def __init__(self, rounds: bool) -> None:
+        super().__init__()
+        self._rounds = rounds
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = Bf16Linear.apply(x, weight, bias, self._rounds)
+        return out
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
+        if not temperature > 0:
+            raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
+        return whole_logprobs(hidden, weight, targets, temperature, cap)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -18,13 +18,14 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
     skipped = behind * BLOCK_TOKENS
     key_scales = None if cache.key_scales is None else cache.key_scales[blocks].unsqueeze(2)
     value_scales = None if cache.value_scales is None else cache.value_scales[blocks].unsqueeze(3)
-    keys = decode(cache.keys[blocks], key_scales, dtype).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
+    keys = decode(cache.keys[blocks], key_scales, dtype, axis=2).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
     values = decode(cache.values[blocks], value_scales, dtype).permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
     return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-    """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
+def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k[first + n, Hkv, D]`` and ``v[first + n, Hkv, Dv]`` ->
+    [n, Hq, Dv].
 
     A row that attends to a non-finite value is NaN; for other rows it counts as 0. Tile t holds the positions ``64 t .. 64 t + 63``: always
     a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
@@ -53,11 +54,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: in
         if window is not None:
             hidden = hidden | (seen <= at - window)
         scores = scores.view(kv_heads, group, TILE_ROWS, width).masked_fill(hidden, -math.inf)
-        weights = scores.to(compute_dtype(q.dtype)).softmax(-1).to(q.dtype).view(kv_heads, group * TILE_ROWS, width)
+        scores = scores.to(compute_dtype(q.dtype))
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, TILE_ROWS, 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :width]
+        weights = weights.to(q.dtype).reshape(kv_heads, group * TILE_ROWS, width)
         out = torch.bmm(weights, values[:, :width].contiguous())
         if wrong is not None:
             sees = (~hidden).to(q.dtype).repeat(group, 1).expand(kv_heads, -1, -1)
             out = out.masked_fill(torch.bmm(sees, wrong[:, :width].to(q.dtype)) > 0, math.nan)
-        out = out.view(kv_heads, group, TILE_ROWS, size).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, size)
+        out = out.view(kv_heads, group, TILE_ROWS, v.shape[2]).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, v.shape[2])
         tiles.append(out[low - begin : high - begin])
     return torch.cat(tiles)

@@ -15,3 +15,8 @@ def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
                 f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model chooses experts by sigmoid scores and a bias of its own, which "
                 "stays as it is: leave it at 0"
             )
+    if config.router_bias_rate and shapes.experts is not None and shapes.experts.softmax is not None:
+        raise UserError(
+            f"'trainer.router_bias_rate' is {config.router_bias_rate}; this {shapes.architecture} model chooses experts by groups, or scales their gates, "
+            "without a bias: leave it at 0, or set trainer.router_balance_loss"
+        )

@@ -1,7 +1,10 @@
 """Multi-head latent attention, as plain data. Imports no torch.
 
 DeepSeek-AI (2024), "DeepSeek-V2", arXiv 2405.04434, section 2.1 and appendix C: keys and values of all heads are products with one compressed vector of a
-token, which the cache holds in their place; a rotated part of the key is shared by all heads. Only estimates know it.
+token, which the cache holds in their place; a rotated part of the key is shared by all heads.
+
+It is computed in the absorbed form (section 2.1.2 there): a head's queries are multiplied into the space of the compressed
+vector, whose row is key and value at once, and what attention returns is multiplied out of it. So all heads share one key of ``cached_size`` numbers.
 """
 
 from dataclasses import dataclass, fields
@@ -16,6 +19,12 @@ class AttentionMatrix(NamedTuple):
     outputs: int
     inputs: int
     by_head: bool
+
+
+NORM_EPS = 1e-6
+"""Of the norms of the compressed vectors, whatever the ``rms_norm_eps`` of a model is: transformers and the models' own code leave it at its default."""
+WITHIN_HEADS = "kv_b_proj"
+"""The matrix that is multiplied head by head, on the side of the queries and of attention's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,12 @@ class LatentAttention:
     def head_dim(self) -> int:
         """Numbers of a head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def norms(self) -> tuple[tuple[str, int], ...]:
+        """The names and sizes of the norms of the compressed vectors."""
+        of_queries = (("q_a_layernorm", self.q_lora_rank),) if self.q_lora_rank else ()
+        return *of_queries, ("kv_a_layernorm", self.kv_lora_rank)
 
     @property
     def compressed_size(self) -> int:

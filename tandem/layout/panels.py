@@ -17,7 +17,10 @@ ROUNDED_ROWS = 16
 """The last panel of a matrix is as wide as its rows rounded up to this; a matrix that would need padding is not published in panels."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_STACKS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_STACKS = (
+    ("q_proj", "k_proj", "v_proj"), ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",),
+)  # fmt: skip
+"""Of latent attention, those that are no part of a product of heads."""
 _NAME = re.compile(r"(?P<at>model\.layers\.\d+\.(?:self_attn|mlp)\.)(?P<module>\w+)\.weight")
 
 
@@ -36,7 +39,8 @@ def stacks_of(names: Sequence[str], experts: ExpertNames = STANDARD_NAMES) -> It
         for stack in _STACKS if match else ():
             assert match is not None
             if match["module"] == stack[0]:
-                yield (tuple(f"{match['at']}{module}.weight" for module in stack),)
+                stacked = (f"{match['at']}{module}.weight" for module in stack)
+                yield (tuple(each for each in stacked if each in known),)
         if mixture := router.fullmatch(name):
             yield ((name,),)
             yield from expert_stacks(known, mixture[1], experts)

@@ -4,12 +4,13 @@
 count it, and the families in ``tandem.model.families`` translate it from and to ``config.json``.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tandem.config.lora import ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
-from tandem.layout.latent_attention import AttentionMatrix, LatentAttention
+from tandem.config.lora import ATTENTION_MODULES, LATENT_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
+from tandem.layout.latent_attention import WITHIN_HEADS, AttentionMatrix, LatentAttention
 from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
 
@@ -20,10 +21,11 @@ class RopeScaling:
 
     ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
     ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
-    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
+    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given). ``longrope``: ``original_max_position_embeddings``, ``attention_factor`` (``None``:
+    of ``factor``), and the divisors of each pair's frequency, ``short_factors`` in runs of up to that many tokens and ``long_factors`` in longer ones.
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -34,6 +36,8 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class Rotary(NamedTuple):
@@ -43,8 +47,9 @@ class Rotary(NamedTuple):
     scaling: RopeScaling
 
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh. The third, which has no name there, is that of
+gpt-oss, which also bounds and shifts what the gate multiplies (``Kernels.clamped_swiglu_mul``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """The name of a router's bias, after ``model.layers.N.``."""
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 """The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
+SINKS = "self_attn.sinks"
+"""The name of a layer's attention sinks, after ``model.layers.N.``."""
 STANDARD_NAMES = ExpertNames()
 """The names in Qwen's and most other families."""
 
@@ -91,13 +98,23 @@ class SigmoidRouting(NamedTuple):
     scaling: float = 1.0
 
 
+class SoftmaxRouting(NamedTuple):
+    """The routing of DeepSeek-V2 (DeepSeek-AI, 2024, section 2.2.2): the experts of the largest probabilities from the ``groups_per_tok`` of ``groups`` with
+    the largest ones. Gates are the probabilities, times ``scaling``."""
+
+    groups: int = 1
+    groups_per_tok: int = 1
+    scaling: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
     """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token is routed to ``num_experts_per_tok``.
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
     ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
-    visits (0: none), with a gate, a sigmoid, if ``shared_gate``. ``sigmoid``: how experts are chosen (``None``: those of the largest probabilities).
+    visits (0: none), with a gate, a sigmoid, if ``shared_gate``. ``sigmoid``, ``softmax``: how experts are chosen (both ``None``: those of the largest
+    probabilities). ``biased``: the router and the experts' matrices have biases.
     """
 
     num_experts: int
@@ -109,6 +126,8 @@ class ExpertShapes:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     sigmoid: SigmoidRouting | None = None
+    biased: bool = False
+    softmax: SoftmaxRouting | None = None
 
     @property
     def visited_size(self) -> int:
@@ -122,14 +141,18 @@ class ModelShapes:
 
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
-    if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know, as they alone do
-    ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys). ``pre_norms``: attention and MLP read a norm of the residual
-    stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the rotation, each head alone or with
-    ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending. ``window_rotary``: that of layers with a
-    window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are
-    multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
-    x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
-    is rotated with its neighbour, not with the one half of that part behind it.
+    if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know.
+    ``latent``: multi-head latent attention (``None``: keys and values of their own); ``head_dim`` is that of its queries and keys. ``pre_norms``: attention
+    and MLP read a norm of the residual stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the
+    rotation, each head alone or with ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending.
+    ``window_rotary``: that of layers with a window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights.
+    ``scaled_embedding``: the embedding's rows are multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft
+    caps of the attention scores and of the logits, x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start,
+    that is rotated; ``rotary_interleaved``: a component is rotated with its neighbour, not with the one half of that part behind it.
+    ``attention_sinks``: a learned score of each query head joins the softmax's
+    denominator. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
+    ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
+    in the norm of its queries and keys.
     ``transformers``: the module of transformers that computes the network, whose parameters have the module's names (``None``: Tandem's decoder does).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
@@ -173,6 +196,10 @@ class ModelShapes:
     logit_cap: float | None = None
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
+    attention_sinks: bool = False
+    centred_norms: bool = False
+    parallel_blocks: bool = False
+    qk_norm_by_head: bool = False
     transformers: TransformersModule | None = None
 
     def __post_init__(self) -> None:
@@ -198,6 +225,16 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self.rope_scaling, name))
+            if self.rope_scaling.kind == "longrope" and count != self.rotated_size // 2:
+                raise ValueError(
+                    f"model {name} of its rotary embedding are {count}; the {self.rotated_size} rotated numbers of a head need {self.rotated_size // 2}"
+                )
+        if self.parallel_blocks and (self.post_norms or not self.pre_norms):
+            raise ValueError("model parallel_blocks need a norm before attention and MLP, and none after them")
+        if self.qk_norm_by_head and self.qk_norm_all_heads:
+            raise ValueError("model qk_norm_by_head and qk_norm_all_heads exclude each other; choose one")
         for name in ("score_cap", "logit_cap"):
             cap = getattr(self, name)
             if cap is not None and not cap > 0:
@@ -205,7 +242,15 @@ class ModelShapes:
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
-            raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to q, k, v and o_proj only")
+            own = "q, k, v and o_proj" if self.latent is None else " and ".join(self._adaptable)
+            raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to {own} only")
+        if self.lora is not None and (others := [m for m in self.lora.target_modules if m not in self._adaptable and m not in MLP_MODULES]):
+            raise ValueError(f"model has no matrix '{others[0]}'; set target_modules to some of {', '.join(self._adaptable)}")
+
+    @property
+    def _adaptable(self) -> tuple[str, ...]:
+        """The matrices of a layer's attention that an adapter can change."""
+        return ATTENTION_MODULES if self.latent is None else tuple(matrix.name for matrix in self.attention_matrices)
 
     def _check_experts(self, experts: ExpertShapes) -> None:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -213,10 +258,12 @@ class ModelShapes:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
         if experts.shared_intermediate_size < 0:
             raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
-        if (routing := experts.sigmoid) is not None:
+        if (routing := experts.sigmoid or experts.softmax) is not None:
             size = experts.num_experts // max(1, routing.groups)
-            if routing.groups < 1 or experts.num_experts % routing.groups or size < 2:
-                raise ValueError(f"model experts' groups {routing.groups} do not divide its {experts.num_experts} experts into two or more each")
+            # Groups are chosen by their two best sigmoid scores.
+            least, words = (2, "two or more") if experts.sigmoid is not None else (1, "one or more")
+            if routing.groups < 1 or experts.num_experts % routing.groups or size < least:
+                raise ValueError(f"model experts' groups {routing.groups} do not divide its {experts.num_experts} experts into {words} each")
             if not 1 <= routing.groups_per_tok <= routing.groups or routing.groups_per_tok * size < experts.num_experts_per_tok:
                 raise ValueError(
                     f"model experts' groups_per_tok {routing.groups_per_tok} of {routing.groups} groups of {size} have no {experts.num_experts_per_tok} experts"
@@ -246,6 +293,18 @@ class ModelShapes:
         of_windows = () if self.window_rotary is None else (self.window_rotary,)
         return Rotary(self.rope_theta, self.rope_scaling), *of_windows, *((None,) if self.unrotated_layers else ())
 
+    def positions_in(self, context: int) -> int:
+        """Returns the positions that sequences of a run may have whose longest has up to ``context`` tokens: all of the model's, or with ``longrope`` those of
+        its short frequencies where they are enough. Every process of a run computes with the same ones, whatever sequences it meets."""
+        short = self.rope_scaling.original_max_position_embeddings
+        is_short = self.rope_scaling.kind == "longrope" and context <= short
+        return min(short, self.max_position_embeddings) if is_short else self.max_position_embeddings
+
+    @property
+    def default_context(self) -> int:
+        """The tokens of the longest sequence of a run that names no other: with ``longrope`` those of its short frequencies, as in vLLM."""
+        return self.positions_in(1)
+
     def rotary_of(self, layer: int) -> int:
         """Returns the index in ``rotaries`` of that of ``layer``."""
         if layer in self.unrotated_layers:
@@ -255,27 +314,40 @@ class ModelShapes:
     @property
     def rotated_size(self) -> int:
         """The numbers of a head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """The numbers of a vector that the rotary embedding is given: a head, or the part of one that latent attention rotates."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
     def attention_scale(self) -> float:
-        """The factor of the attention scores."""
-        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
+        """The factor of the attention scores; with latent attention YaRN's temperature is in it, and not in cosines and sines."""
+        scale, rope = self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention, self.rope_scaling
+        if self.latent is None or not rope.mscale_all_dim or rope.factor <= 1:
+            return scale
+        factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+        return scale * factor * factor
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """The names of a layer's norms of the residual stream and of what is added to it."""
+        if self.parallel_blocks:
+            return ("input_layernorm",)
         if not self.pre_norms:
             return "post_attention_layernorm", "post_feedforward_layernorm"
         after = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if self.post_norms else ()
         return "input_layernorm", "post_attention_layernorm", *after
 
     @property
-    def qk_norm_sizes(self) -> tuple[int, ...]:
-        """The sizes of the norms of queries and keys; empty without any."""
+    def qk_norm_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the weights of the norms of queries and keys; empty without any."""
         if not self.qk_norm:
             return ()
-        return (self.query_size, self.key_value_size) if self.qk_norm_all_heads else (self.head_dim, self.head_dim)
+        if self.qk_norm_by_head:
+            return (self.num_attention_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
+        return ((self.query_size,), (self.key_value_size,)) if self.qk_norm_all_heads else ((self.head_dim,), (self.head_dim,))
 
     @property
     def further_terms(self) -> tuple[str, ...]:
@@ -292,10 +364,18 @@ class ModelShapes:
             "a rotary embedding of a part of each head": self.rotated_size != self.head_dim,
             "a rotary embedding of neighbouring components": self.rotary_interleaved,
             "experts chosen by sigmoid scores": self.experts is not None and self.experts.sigmoid is not None,
+            "experts chosen by groups, or with scaled gates": self.experts is not None and self.experts.softmax is not None,
             "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
+            "attention sinks": self.attention_sinks,
+            "biases of experts": self.experts is not None and self.experts.biased,
+            "norms that subtract the mean": self.centred_norms,
+            "rotary frequencies of short and of long runs (longrope)": self.rope_scaling.kind == "longrope",
+            "attention and MLP in parallel": self.parallel_blocks,
+            "norms of queries and keys with weights for each head": self.qk_norm_by_head,
             "a module of transformers (model.implementation: transformers)": self.transformers is not None,
+            "latent attention": self.latent is not None,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -362,6 +442,7 @@ class ModelShapes:
         return sum(each.outputs * each.inputs for each in self.attention_matrices)
 
 
+_OF_ATTENTION = (*ATTENTION_MODULES, *LATENT_MODULES)
 MOST_TENSORS = 2**20
 """A safetensors file names its tensors in a header of at most 100 MB, with about 100 bytes for each."""
 
@@ -407,8 +488,10 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
         yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
-        for name, size in zip("qk", shapes.qk_norm_sizes, strict=False):
-            yield Parameter(f"{at}self_attn.{name}_norm.weight", (size,))
+        if shapes.attention_sinks:
+            yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
+        for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
+            yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)
@@ -442,20 +525,22 @@ def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
 
 def matrix_name(layer: int, module: str) -> str:
     """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
-    return f"model.layers.{layer}.{'self_attn' if module in ATTENTION_MODULES else 'mlp'}.{module}"
+    return f"model.layers.{layer}.{'self_attn' if module in _OF_ATTENTION else 'mlp'}.{module}"
 
 
 def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
     """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
     experts = shapes.experts_of(layer)
-    if experts is None or module in ATTENTION_MODULES:
+    if experts is None or module in _OF_ATTENTION:
         return matrix_name(layer, module)
     return f"model.layers.{layer}.{experts.names.shared}.{module}"
 
 
 def linear_matrices(shapes: ModelShapes) -> set[str]:
-    """Returns the names, without ``.weight``, of the layers' matrices; experts have none."""
-    return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in LINEAR_MODULES}
+    """Returns the names, without ``.weight``, of the layers' matrices that may be quantized; experts have none, nor has the one that latent attention
+    multiplies head by head."""
+    modules = LINEAR_MODULES if shapes.latent is None else (*(name for name in LATENT_MODULES if name != WITHIN_HEADS), *LINEAR_MODULES)
+    return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in modules}
 
 
 def is_of_adapter(name: str) -> bool:
@@ -483,19 +568,23 @@ def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hi
         yield Parameter(f"{at}self_attn.{name}.weight", (rows, columns))
         if shapes.attention_bias and not by_head:
             yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
-    if latent.q_lora_rank:
-        yield Parameter(f"{at}self_attn.q_a_layernorm.weight", (latent.q_lora_rank,))
-    yield Parameter(f"{at}self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,))
+        yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, columns)
+    for name, size in latent.norms:
+        yield Parameter(f"{at}self_attn.{name}.weight", (size,))
 
 
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
     names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
+    if experts.biased:
+        yield Parameter(f"{at}{names.router}.bias", (experts.num_experts,))
     if experts.sigmoid is not None:
         yield Parameter(f"{at}{CHOICE_BIAS}", (experts.num_experts,))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
             yield Parameter(f"{at}{name.format(expert)}.weight", shape)
+            if experts.biased:
+                yield Parameter(f"{at}{name.format(expert)}.bias", shape[:1])
     shared = experts.shared_intermediate_size
     if shared:
         for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):

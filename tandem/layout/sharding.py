@@ -29,6 +29,7 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.bias", "replicated", None),
+    Rule(r"model\.layers\.\d+\.self_attn\.sinks", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.(q|kv)_b_proj\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", "replicated", None),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts?\.(gate|up)_proj\.weight", "column", 0),
@@ -39,9 +40,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
     Rule(r"model\.layers\.\d+\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_?layernorm\.weight", "replicated", None),
-    Rule(r"model\.layers\.\d+\.(self_attn\.[qkv]|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.(self_attn\.([qkv]|q_b|kv_b)|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
-    Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.lora_[AB]\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.lora_[AB]\.weight", "replicated", None),
     Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 
@@ -53,6 +54,8 @@ EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
 
 _OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "down") for kind in ("bias", "lora_B.weight"))
 """Parameters beside a ``row`` placement with an axis of its outputs."""
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""Parameters of which each rank holds the rows of its heads, where heads have rows of their own."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -61,8 +64,12 @@ def plan_with(names: ExpertNames) -> tuple[Rule, ...]:
     """Returns ``PLAN`` with the rules of a mixture whose matrices have ``names``."""
     patterns = {field: re.escape(name).replace(re.escape("{}"), r"\d+") for field, name in names._asdict().items()}
     experts = (Rule(rf"model\.layers\.\d+\.{patterns[field]}\.weight", placement, axis) for field, placement, axis in EXPERT_PLAN)
+    biases = (
+        Rule(rf"model\.layers\.\d+\.{patterns[field]}\.bias", *(("column", 0) if placement == "column" else ("replicated", None)))
+        for field, placement, _ in EXPERT_PLAN
+    )
     # Expert rules come first, because most names of a mixture are those of experts.
-    return (*experts, *PLAN)
+    return (*experts, *biases, *PLAN)
 
 
 def rule_for(name: str, names: ExpertNames | None = None) -> Rule:
@@ -148,7 +155,7 @@ def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_s
         assert shard_spec.size == 1, "a module of transformers is never sharded"
         return tuple(slice(0, n) for n in shape)
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
-    axis = rule.axis
+    axis = 0 if shapes.qk_norm_by_head and name.endswith(_HEAD_NORMS) else rule.axis
     if shard_spec.deterministic and name.endswith(".lora_A.weight"):
         axis = None
     elif shard_spec.deterministic and (rule.placement == "row" or name.endswith(_OF_OUTPUTS)):
@@ -159,9 +166,10 @@ def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_s
     if rule.placement == "vocabulary":
         part = vocabulary_part(shapes, shard_spec)
         start = shard_spec.rank * part
-    elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_key_value_heads // shard_spec.size) * shapes.head_dim
-        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * shapes.head_dim
+    elif re.search(r"\.([kv]_proj|k_norm)\.", name):
+        each = length // shapes.num_key_value_heads
+        part = max(1, shapes.num_key_value_heads // shard_spec.size) * each
+        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * each
     else:
         part = length // shard_spec.size
         start = shard_spec.rank * part

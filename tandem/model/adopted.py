@@ -12,12 +12,14 @@ from torch import Tensor
 from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.latent_attention import WITHIN_HEADS
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
-from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, ModelShapes, linear_name, published_parameters
+from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, SINKS, ExpertShapes, ModelShapes, linear_name, published_parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
-from tandem.model.layer import STACKED
-from tandem.model.moe import ExpertLayer, wide
+from tandem.model.latent_projections import pack_absorbed
+from tandem.model.layer import stacks_of
+from tandem.model.moe import ExpertBiases, ExpertLayer, wide
 from tandem.model.routing import Selection
 from tandem.types import RunError
 from tandem.types.weights import Layout
@@ -59,9 +61,14 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
     for index in range(shapes.num_hidden_layers):
         at, experts, packed = f"model.layers.{index}.", shapes.experts_of(index), []
         has_mlp = experts is None or experts.shared_intermediate_size > 0
-        modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if has_mlp else ("qkv_proj", "o_proj")
-        for module, stacked in zip(modules, STACKED, strict=False):
+        latent = () if shapes.latent is None else tuple(matrix.name for matrix in shapes.attention_matrices[:-1])
+        own_modules = tuple(f"latent.{name}" for name in latent) or ("qkv_proj",)
+        modules = (*own_modules, "o_proj", *(("gate_up_proj", "down_proj") if has_mlp else ()))
+        for module, stacked in zip(modules, stacks_of(latent, has_mlp), strict=True):
             names = [linear_name(shapes, index, each) for each in stacked]
+            if stacked == (WITHIN_HEADS,) and shapes.latent is not None:
+                packed.append(pack_absorbed(decoder.kernels, shapes.latent, matrices.in_whole_rows(f"{names[0]}.weight")))
+                continue
             packed.append(matrices.stack([f"{name}.weight" for name in names]))
             if f"{names[0]}.bias" in tensors:
                 own[f"layers.{index}.{module}.bias"] = _as_one([tensors[f"{name}.bias"] for name in names])
@@ -72,21 +79,40 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
             gate_up, down = (matrices.groups(stacks) for stacks in expert_stacks(matrices.known.keys(), at, experts.names))
             shared_gate = matrices.stack([f"{at}{SHARED_GATE}"]) if experts.shared_gate else None
             selection = None if experts.sigmoid is None else Selection(experts.sigmoid, tensors[f"{at}{CHOICE_BIAS}"])
+            selection = selection if experts.softmax is None else Selection(experts.softmax, None)
             is_wide = selection is None or decoder.dtype == torch.float32
             multiplied = matrices.stack([router]) if is_wide else decoder.kernels.pack(wide(matrices.in_rows(router)))
-            mixture = ExpertLayer(multiplied, gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate, selection)
-            if selection is not None:
+            each, normalised = experts.num_experts_per_tok, experts.normalised
+            biases = _biases(experts, at, tensors) if experts.biased else None
+            mixture = ExpertLayer(multiplied, gate_up, down, each, normalised, shared_gate, selection, biases, shapes.activation)
+            if biases is not None:
+                at_bias = f"layers.{index}.experts."
+                own |= {f"{at_bias}router_bias": biases.router, f"{at_bias}gate_up_bias": biases.gate_up, f"{at_bias}down_bias": biases.down}
+            if selection is not None and selection.bias is not None:
                 own[f"layers.{index}.experts.choice_bias"] = selection.bias
             own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
             if experts.shared_gate:
                 own[f"layers.{index}.experts.shared_gate"] = matrices.in_rows(f"{at}{SHARED_GATE}")
         mixtures.append(mixture)
         own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in shapes.layer_norms}
+        if shapes.attention_sinks:
+            own[f"layers.{index}.sinks"] = tensors[f"{at}{SINKS}"]
+        if shapes.latent is not None:
+            of_latent = {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm"}
+            own |= {f"layers.{index}.latent.{of_latent[name]}": tensors[f"{at}self_attn.{name}.weight"] for name, _ in shapes.latent.norms}
         if shapes.qk_norm:
             own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}self_attn.{norm}.weight"] for norm in ("q_norm", "k_norm")}
     head = matrices.stack([EMBEDDING if shapes.tie_word_embeddings else HEAD])
     own["embed_tokens"] = matrices.in_rows(EMBEDDING)
     decoder.adopt(own, layers, mixtures, head if EMBEDDING in shared.in_panels else None, head)
+
+
+def _biases(experts: ExpertShapes, at: str, tensors: Mapping[str, Tensor]) -> ExpertBiases:
+    """Returns the biases of a mixture in the layer ``at``, those of all experts as one."""
+    names = experts.names
+    of_experts = lambda *kinds: _as_one([tensors[f"{at}{kind.format(e)}.bias"] for e in range(experts.num_experts) for kind in kinds])
+    gate_up, down = (stack.view(experts.num_experts, -1) for stack in (of_experts(names.gate, names.up), of_experts(names.down)))
+    return ExpertBiases(tensors[f"{at}{names.router}.bias"], gate_up, down)
 
 
 class _Matrices:
@@ -135,6 +161,10 @@ class _Matrices:
             for (data, rows, columns), stride in zip(first, strides, strict=False)
         ]
         return groups[0] if len(groups) == 1 else PackedParts(tuple(groups))
+
+    def in_whole_rows(self, name: str) -> Tensor:
+        """Returns what the decoder holds of a matrix, in rows."""
+        return self._plain(name)
 
     def in_rows(self, name: str) -> Tensor:
         """Returns a matrix that the decoder has in rows too, or an empty one if it is in panels."""

@@ -1,12 +1,13 @@
 """The attention of one layer: over packed sequences in the trainer, over the paged KV cache in the engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, KVLayer, PagedBatch
+from tandem.kernels.api import CacheLayer, Kernels, KVLayer, PagedBatch
 from tandem.model.parallel.context_parallel import SharedContext, shared_attention
 from tandem.model.shared_prompts import SharedPrompts, gathered_runs_of
 
@@ -25,12 +26,12 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """An engine's flat batch and its KV cache, one ``KVLayer`` per layer. Keys and values of the new tokens are written to the cache.
+    """An engine's flat batch and its KV cache, one entry per layer. Keys and values of the new tokens are written to the cache.
     ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all); the last layer computes only keys and values of the other
     rows."""
 
     batch: PagedBatch
-    caches: list[KVLayer]
+    caches: Sequence[CacheLayer]
     wanted: Tensor | None = None
 
 
@@ -40,8 +41,11 @@ AttentionContext = PackedContext | PagedContext
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
-    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_all_heads`` [Hq D] and [Hkv D].
-    ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without)."""
+    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_apart``, which are computed before the call
+    that rotates, [Hq D] and [Hkv D] of all heads together, or [Hq, D] and [Hkv, D] with weights for each.
+    ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without). ``sinks``: the
+    scores [Hq] of its sinks, if it has them. ``centred_norms``: the
+    layer's norms subtract the mean first."""
 
     index: int
     heads: tuple[int, int, int]
@@ -50,9 +54,11 @@ class AttentionLayer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
-    norms_all_heads: bool = False
+    norms_apart: bool = False
     rotation: int = 0
     cap: float | None = None
+    sinks: Tensor | None = None
+    centred_norms: bool = False
 
 
 class Rotation(NamedTuple):
@@ -76,36 +82,47 @@ def attend(
     are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
     positions, cos_sin, order = rotation
     q_norm, k_norm = layer.q_norm, layer.k_norm
-    if layer.norms_all_heads:
+    if layer.norms_apart:
         qkv, q_norm, k_norm = _normalised(kernels, layer, qkv), None, None
     if order is not None:
         qkv, of_head = qkv.index_select(1, order), order[: layer.heads[2]]
         q_norm, k_norm = (None if norm is None else norm.index_select(0, of_head) for norm in (q_norm, k_norm))
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
+        assert isinstance(cache, KVLayer)
         q = kernels.rope_to_cache(
             qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps, cache, context.batch.slots
         )
-        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap)
+        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap, layer.sinks)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
-        # Mixed precision computes with 16-bit values, which fp32 represents exactly.
-        if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
-            k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
-        if isinstance(context, SharedContext):
-            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap)
-        elif context.prompts is not None:
-            k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
-            query_start = context.prompts.query_start
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap)
-        else:
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap)
+        mixed = attend_packed(kernels, layer, q, k, v, context, kv_dtype)
     return mixed.flatten(1)
 
 
+def attend_packed(
+    kernels: Kernels, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None, context: PackedContext | SharedContext,
+    kv_dtype: torch.dtype | None = None, value_size: int = 0,
+) -> Tensor:  # fmt: skip
+    """Computes attention of the rotated ``q[T, Hq, D]`` over ``k`` and ``v`` of packed sequences -> [T, Hq, Dv]. ``v`` ``None``: the first ``value_size``
+    numbers of each key, which a compressed cache has once."""
+    # Mixed precision computes with 16-bit values, which fp32 represents exactly.
+    if kv_dtype is not None and kv_dtype not in (k.dtype, torch.float32):
+        k, v = kernels.round_kv(k, kv_dtype), None if v is None else kernels.round_kv(v, kv_dtype)
+    v = k[..., :value_size].contiguous() if v is None else v
+    if isinstance(context, SharedContext):
+        return shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap, layer.sinks)
+    if context.prompts is not None:
+        k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
+        query_start = context.prompts.query_start
+        return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap, layer.sinks)
+    return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap, sinks=layer.sinks)
+
+
 def _normalised(kernels: Kernels, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-    """Returns ``qkv`` with the queries of all heads normalised together, and the keys."""
+    """Returns ``qkv`` with normalised queries and keys: of all heads together, or each with the weights of its head."""
     assert layer.q_norm is not None and layer.k_norm is not None
     query_heads, kv_heads, size = layer.heads
     q, k, v = qkv.split([query_heads * size, kv_heads * size, kv_heads * size], dim=1)
-    return torch.cat((kernels.rms_norm(q, layer.q_norm, layer.eps), kernels.rms_norm(k, layer.k_norm, layer.eps), v), dim=1)
+    of_heads = lambda x, norm: kernels.rms_norm(x.reshape(-1, norm.shape[-1]), norm, layer.eps, layer.centred_norms).view(x.shape)
+    return torch.cat((of_heads(q, layer.q_norm), of_heads(k, layer.k_norm), v), dim=1)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import PackedWeight
-from tandem.layout.shapes import matrix_name
+from tandem.layout.shapes import SINKS, matrix_name
 from tandem.model.decoder import Decoder
-from tandem.model.layer import STACKED, Layer
+from tandem.model.layer import Layer
 from tandem.model.quantization.scheme import pack_weight
 
 Changes = Mapping[str, Tensor | None]
@@ -25,11 +25,11 @@ def changes_elements(decoder: Decoder) -> bool:
 @torch.no_grad()
 def load_changes(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> bool:
     """Makes a packed ``decoder``, which holds ``tensors`` as they were before ``changes``, hold them as they are, with the bits of ``load_tensors`` and
-    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, of transformers, has experts, an adapter or a value head, or is not packed.
-    Whatever is raised in the middle, such as ``MemoryError``, leaves it unpacked: it has no complete set of weights, and computes with none of them before it
-    is given all."""
+    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, of transformers, has experts, latent attention, an adapter or a value head, or
+    is not packed. Whatever is raised in the middle, such as ``MemoryError``, leaves it unpacked: it has no complete set of weights, and computes with none of
+    them before it is given all."""
     shapes = decoder.shapes
-    is_plain = shapes.lora is None and shapes.experts is None and shapes.value_head == "none" and shapes.transformers is None
+    is_plain = shapes.lora is None and shapes.experts is None and shapes.latent is None and shapes.value_head == "none" and shapes.transformers is None
     if not (is_plain and decoder.is_packed and decoder.shard_spec.size == 1):
         return False
     try:
@@ -46,7 +46,7 @@ def _load(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> 
         _put(plain[name], tensors[name], changes[name])
     replaced = {}
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
-        for place, (_, stacked) in enumerate(zip(_layer(layer).linears(), STACKED, strict=False)):
+        for place, stacked in enumerate(_layer(layer).stacks()):
             names = [f"{matrix_name(index, module)}.weight" for module in stacked]
             packed = _repacked(decoder, decoder.matrix(index, place), names, tensors, changes, decoder.quantization)
             if packed is not None:
@@ -70,7 +70,9 @@ def _plain_parameters(decoder: Decoder) -> list[tuple[str, Tensor]]:
         found += [(f"{at}{name}.weight", weight) for name, weight in layer.norms().items()]
         if layer.q_norm is not None and layer.k_norm is not None:
             found += [(f"{at}self_attn.q_norm.weight", layer.q_norm.weight), (f"{at}self_attn.k_norm.weight", layer.k_norm.weight)]
-        for linear, stacked, of_each in zip(layer.linears(), STACKED, rows, strict=False):
+        if layer.sinks is not None:
+            found.append((f"{at}{SINKS}", layer.sinks))
+        for linear, stacked, of_each in zip(layer.linears(), layer.stacks(), rows, strict=False):
             if linear.bias is not None:
                 parts = linear.bias.detach().split(of_each or (linear.rows,))
                 found += [(f"{matrix_name(index, name)}.bias", part) for name, part in zip(stacked, parts, strict=True)]

@@ -18,9 +18,11 @@ from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
 from tandem.model.embedding_scale import embedding_factor
 from tandem.model.head_outputs import HeadOutputs
-from tandem.model.layer import Layer, Linear, Norm, factor_of_norm
+from tandem.model.latent_projections import pack_absorbed
+from tandem.model.layer import Layer, Norm, factor_of_norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
 from tandem.model.layer_weights import LayerWeights, layer_weights, with_factors
+from tandem.model.linear import Linear
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
 from tandem.model.parallel.context_parallel import SharedContext
@@ -84,13 +86,14 @@ class Decoder(nn.Module):
             # Layers keep their index in the whole model, so that parameters have the same names on every stage.
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
-            self.norm = Norm(shapes.hidden_size, dtype, device)
+            self.norm = Norm((shapes.hidden_size,), dtype, device)
         has_head = self.holds("lm_head.weight") and shapes.language_head and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         has_score = self.holds("score.weight") and shapes.value_head != "none"
         self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
-        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes))
+        self.positions = shapes.default_context
+        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes, self.positions))
         order = rotary_order(local)
         self.rotary_order = None if order is None else order.to(device)
         self._collectives = collectives(group)
@@ -110,6 +113,12 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter_parameter(name))
 
+    def use_context(self, tokens: int) -> None:
+        """Computes from now on as all processes of a run do whose longest sequence has up to ``tokens`` tokens (see ``ModelShapes.positions_in``)."""
+        if (positions := self.shapes.positions_in(tokens)) != self.positions:
+            device, self.positions = self.device, positions
+            self.rotary_tables = tuple(table.to(device) for table in rotary_tables(self.shapes, positions))
+
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
         """A context in which a plain decoder computes with its weights alone: as the model that the adapter was added to."""
@@ -128,7 +137,7 @@ class Decoder(nn.Module):
         a ``PagedContext`` requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
         ``token_logprobs`` takes them.
 
-        Positions are absolute and must be below ``shapes.max_position_embeddings``, which is not checked under a ``PagedContext``. A packed
+        Positions are absolute and must be below ``positions``, which is not checked under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``: a list that receives the [T, E] of
         every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an adapter; there is no gradient then.
 
@@ -139,11 +148,8 @@ class Decoder(nn.Module):
         Raises ``ValueError`` if a packed sequence is longer than the model's context.
         """
         is_packed_batch = isinstance(attention, PackedContext)
-        if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_position_embeddings:
-            raise ValueError(
-                f"a sequence of {attention.max_seqlen} tokens is longer than "
-                f"the model's {self.shapes.max_position_embeddings} positions"
-            )
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
+            raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
         if self._packed is None and is_packed_batch and lora is None:
             stage = span or self.spans[0]
             steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
@@ -195,7 +201,7 @@ class Decoder(nn.Module):
         if span is not None and not span.is_last:
             return x + residual
         norm = factor_of_norm(self.norm.weight, self.shapes.norms_from_one)
-        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps)[0]
+        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps, self.shapes.centred_norms)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
         if self.shard_spec.size == 1:
@@ -296,7 +302,8 @@ class Decoder(nn.Module):
         if self._packed is None:
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")
-        return [*({name: getattr(step, name) for name in names} for step in self._packed), {"head": self._packed_head}]
+        latent = lambda step: {} if step.latent is None else step.latent.matrices()
+        return [*({name: getattr(step, name) for name in names} | latent(step) for step in self._packed), {"head": self._packed_head}]
 
     def matrix(self, index: int, place: int) -> Any:
         """Returns the packed matrix ``place`` of ``Layer.linears`` of layer ``index``."""
@@ -338,7 +345,7 @@ class Decoder(nn.Module):
             for index, layer in enumerate(self._layers()):
                 if fill is not None:
                     fill(index)
-                matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
+                matrices.append(tuple(self._pack_matrix(layer, linear) for linear in layer.linears()))
                 experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
             self._packed_matrices = matrices
             self._packed = self._packed_steps(self._adapted(matrices), experts)
@@ -378,6 +385,7 @@ class Decoder(nn.Module):
         assert self.group is None and self.parallel is None
         twin = Decoder(self.shapes, self.kernels, dtype=self.dtype, device=self.device)
         twin.quantization, twin.kv_cache_dtype = self.quantization, self.kv_cache_dtype
+        twin.use_context(self.positions)
         return twin
 
     def exchange_weights(self, twin: "Decoder") -> None:
@@ -397,9 +405,11 @@ class Decoder(nn.Module):
             fill(index)
             for linear in layer.linears():
                 assert linear.weight is not None
-                linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
+                if not layer.is_by_head(linear):
+                    linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
             for linear in layer.linears():
-                linear.weight = None
+                kept = linear.weight if layer.is_by_head(linear) else None
+                linear.weight = None if kept is None else nn.Parameter(kept.detach().clone(), requires_grad=False)
         self.is_frozen = True
 
     def frozen_tensors(self) -> list[Tensor]:
@@ -446,9 +456,27 @@ class Decoder(nn.Module):
         """Returns the packed ``matrices`` of every layer with their packed adapters."""
         pack = packed_by(self.kernels)
         return [
-            tuple(w if linear.adapter is None else linear.adapter.around(w, pack) for linear, w in zip(layer.linears(), own, strict=True))
+            tuple(w if linear.adapter is None else self._with_adapter(layer, linear, w, pack) for linear, w in zip(layer.linears(), own, strict=True))
             for layer, own in zip(self._layers(), matrices, strict=True)
         ]
+
+    def _with_adapter(self, layer: Layer, linear: Linear, weight: Any, pack: Callable[[Tensor], Any]) -> Any:
+        """Returns the packed ``weight`` of a layer's matrix with its packed adapter."""
+        assert linear.adapter is not None
+        if layer.is_by_head(linear):
+            assert self.shapes.latent is not None
+            return pack_absorbed(self.kernels, self.shapes.latent, linear.adapter.around(weight))
+        return linear.adapter.around(weight, pack)
+
+    def _pack_matrix(self, layer: Layer, linear: Linear) -> Any:
+        """Returns a layer's packed matrix and drops the plain one. One that is multiplied head by head is never quantized; with an adapter, which is added to
+        the weight itself, it stays as it is."""
+        if not layer.is_by_head(linear):
+            return self._pack_linear(linear, self.quantization)
+        assert linear.weight is not None and self.shapes.latent is not None
+        weight, linear.weight = linear.weight, None
+        # Cloned, because layers may share the memory of one.
+        return pack_absorbed(self.kernels, self.shapes.latent, weight) if linear.adapter is None else weight.detach().clone()
 
     @property
     def head_quantization(self) -> Scheme | None:

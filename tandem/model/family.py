@@ -1,7 +1,7 @@
 """The declaration of a model family, and how a model's family is looked up. Imports no torch.
 
-A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with RMSNorm, rotary embedding,
-grouped-query attention and a gated MLP or a mixture of them; the declaration says what differs. It is read when a folder is
+A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with norms without biases, rotary
+embedding, grouped-query attention and a gated MLP or a mixture of them; the declaration says what differs. It is read when a folder is
 opened, written or created. The network is built from the resulting ``ModelShapes`` alone.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask
@@ -42,12 +43,13 @@ class Biases(NamedTuple):
 class Mixture(NamedTuple):
     """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
     translate from and to the keys of ``config.json``; ``new(inner)`` returns further fields of ``ExpertShapes`` for a model that is created, whose experts have
-    the inner size ``inner``."""
+    the inner size ``inner``. ``stacked``: the folder has the matrices of all experts of a layer as one (``huggingface.stacked_experts``)."""
 
     names: ExpertNames
     read: Callable[[ConfigReader, int], ExpertShapes]
     write: Callable[[ExpertShapes], dict[str, Any]]
     new: Callable[[int], dict[str, Any]] = lambda inner: {}
+    stacked: bool = False
 
 
 class Terms(NamedTuple):
@@ -73,11 +75,14 @@ class Family:
     ``qk_norm``: queries and keys of each head are normalised before the rotation; ``qk_norm_all_heads``: those of all heads together.
     ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
     ``rotary_fraction``: the part of each head that is rotated, where ``partial_rotary_factor`` does not say (``None``: all, and there is no such key).
-    ``rotary_interleaved``: neighbouring components are rotated together.
+    ``rotary_interleaved``: neighbouring components are rotated together. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
+    ``parallel_blocks``: attention and MLP read the same norm. ``norm_eps_key``: names what norms add to the variance.
     ``activation``: of the MLP's gate, which ``config.json`` names in ``activation_key``, by this name or by ``activation_alias``. ``norms_from_one``: norms
     multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are multiplied with sqrt(hidden_size).
     ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
     parts have here, in the order of their rows and of ``layout.shapes.parameters``. One with a single part has another name in the folder.
+    ``latent``: reads the sizes of multi-head latent attention, of a family that has it; ``new_latent(head_dim)``: those of a model that is created, whose heads
+    have ``head_dim`` numbers without rotation.
     ``rotary_by_window``: layers with a window have a rotary embedding of their own; ``window_rope_theta``: its base, which ``rope_local_base_freq`` sets
     (``None``: the same key as the others').
     ``other_classes``: what the names of transformers' classes with another head than a language model's begin with (empty: as ``class_name`` does).
@@ -114,18 +119,27 @@ class Family:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    centred_norms: bool = False
+    parallel_blocks: bool = False
+    norm_eps_key: Literal["rms_norm_eps", "layer_norm_eps"] = "rms_norm_eps"
+    latent: Callable[[ConfigReader], LatentAttention] | None = None
+    new_latent: Callable[[int], LatentAttention] | None = None
 
     @property
     def constants(self) -> dict[str, Any]:
         """The traits of all models of the family as fields of ``ModelShapes``."""
-        names = ("qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms", "activation", "norms_from_one", "scaled_embedding", "rotary_interleaved")
+        names = (
+            "qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms", "activation", "norms_from_one", "scaled_embedding", "rotary_interleaved",
+            "centred_norms", "parallel_blocks",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @property
     def is_renamed(self) -> bool:
         """Whether the folder has another name for a tensor than ``layout.shapes.parameters``."""
-        return any(len(parts) == 1 for _, parts in self.stacked)
+        return any(len(parts) == 1 for _, parts in self.stacked) or (self.experts is not None and self.experts.stacked)
 
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""

@@ -1,45 +1,23 @@
 """The parameters of one layer of the decoder."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, local_shapes
+from tandem.model.latent_projections import LatentProjections
+from tandem.model.linear import Linear
 from tandem.model.moe import Experts
-from tandem.model.quantization.scheme import Stored
-from tandem.model.trained_adapter import TrainedAdapter
 
 STACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""The matrices that each of ``Layer.linears`` stacks."""
+"""The matrices that each of ``Layer.linears`` stacks, but those of latent attention (see ``stacks_of``)."""
 
 
-class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and optionally ``bias[N]``; kernels do the arithmetic. ``stored``: until the
-    decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection. ``adapter``: what is trained beside the
-    weights (``None``: nothing). ``frozen``: the packed weights in the place of ``weight`` if they are quantized and never trained (``None``: they are
-    plain)."""
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    adapter: TrainedAdapter | None
-
-    def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.rows, self.columns = rows, columns
-        self.stored: tuple[Stored, ...] = ()
-        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
-        self.adapter = None
-        self.frozen: PackedQuantized | None = None
-
-    def adapt(self, rows: tuple[int, ...], ranks: Sequence[int], scale: float) -> None:
-        """Adds an uninitialised adapter to those of the stacked matrices of ``rows`` whose rank in ``ranks`` is not 0."""
-        assert self.weight is not None
-        if any(ranks):
-            self.adapter = TrainedAdapter(rows, [rank > 0 for rank in ranks], self.columns, max(ranks), scale, self.weight.detach())
+def stacks_of(latent: tuple[str, ...], has_mlp: bool) -> tuple[tuple[str, ...], ...]:
+    """Returns the matrices that each linear layer stacks, in a layer with latent attention those of its own, ``latent``; ``has_mlp``: it has an MLP or shared
+    experts."""
+    attention = tuple((name,) for name in latent) or STACKED[:1]
+    return (*attention, *(STACKED[1:] if has_mlp else STACKED[1:2]))
 
 
 def factor_of_norm(weight: Tensor, from_one: bool) -> Tensor:
@@ -48,15 +26,16 @@ def factor_of_norm(weight: Tensor, from_one: bool) -> Tensor:
 
 
 class Norm(nn.Module):
-    """The ``weight[H]`` of a root-mean-square norm."""
+    """The ``weight[H]`` of a norm, or ``[G, H]`` of one for each head."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 class Layer(nn.Module):
-    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
+    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up; ``latent`` replaces the first in a model
+    with latent attention.
     A layer has these and ``down_proj``, or ``experts``, with those of the shared experts if there are any; of the norms, those of
     ``ModelShapes.layer_norms``."""
 
@@ -64,6 +43,8 @@ class Layer(nn.Module):
     post_attention_layernorm: Norm | None
     pre_feedforward_layernorm: Norm | None
     post_feedforward_layernorm: Norm | None
+    qkv_proj: Linear | None
+    latent: LatentProjections | None
     gate_up_proj: Linear | None
     down_proj: Linear | None
     experts: Experts | None
@@ -74,19 +55,23 @@ class Layer(nn.Module):
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
         # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
         rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
-        norm = lambda name: Norm(hidden, dtype, device) if name in shapes.layer_norms else None
+        norm = lambda name: Norm((hidden,), dtype, device) if name in shapes.layer_norms else None
         self.input_layernorm = norm("input_layernorm")
-        self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
-        q_norm, k_norm = shapes.qk_norm_sizes or (0, 0)
+        has_own = shapes.latent is None
+        self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device) if has_own else None
+        self.latent = None if shapes.latent is None else LatentProjections(shapes.latent, shapes, dtype, device)
+        q_norm, k_norm = shapes.qk_norm_shapes or ((), ())
         self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
         self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
-        self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
+        self.sinks = nn.Parameter(torch.empty(shapes.num_attention_heads, dtype=dtype, device=device)) if shapes.attention_sinks else None
+        self.o_proj = Linear(rows, of.attended_size, shapes.output_bias, dtype, device)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size)
+            adds_bias = shard_spec.deterministic or shard_spec.rank == 0
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size, shapes.activation, adds_bias)
             if experts.shared_intermediate_size:
                 self.gate_up_proj = Linear(2 * experts.shared_intermediate_size, hidden, False, dtype, device)
                 self.down_proj = Linear(rows, whole_experts.shared_intermediate_size, False, dtype, device)
@@ -97,7 +82,8 @@ class Layer(nn.Module):
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         if shapes.lora is not None:
             attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
-            for linear, stacked, own in zip(self.linears(), STACKED, (attention, (rows,), (inner, inner), (rows,)), strict=False):
+            into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
+            for linear, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
                 linear.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 
     def norms(self) -> dict[str, nn.Parameter]:
@@ -110,6 +96,14 @@ class Layer(nn.Module):
 
     def linears(self) -> tuple[Linear, ...]:
         """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""
-        if self.gate_up_proj is None or self.down_proj is None:
-            return self.qkv_proj, self.o_proj
-        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
+        into = self.latent.linears() if self.latent is not None else (self.qkv_proj,)
+        each = (*into, self.o_proj, self.gate_up_proj, self.down_proj)
+        return tuple(linear for linear in each if linear is not None)
+
+    def is_by_head(self, linear: Linear) -> bool:
+        """Returns whether ``linear`` is the matrix of latent attention that is multiplied head by head."""
+        return self.latent is not None and linear is self.latent.kv_b_proj
+
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """Returns the matrices that each of ``linears`` stacks."""
+        return stacks_of(() if self.latent is None else self.latent.names, self.gate_up_proj is not None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight, gate_of
 from tandem.model.attention import AttentionContext, Rotation, attend
+from tandem.model.latent_attention import latent_attention
 from tandem.model.layer_weights import LayerWeights, Written, with_factors
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import gated, mixture
@@ -60,24 +61,31 @@ def run_layer(
     kernels, linear, rotations, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
-        summed_output_bias, summed_down_bias, written, activation, _,
+        summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks, latent,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
-    eps, changes = attention.eps, _UNCHANGED if lora is None else lora.layers[attention.index]
-    x, residual = added(kernels, x, residual, input_norm, eps)
-    x = enter(x)
-    x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
-    x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
+    eps, centred, changes = attention.eps, attention.centred_norms, _UNCHANGED if lora is None else lora.layers[attention.index]
+    x, residual = added(kernels, x, residual, input_norm, eps, centred)
+    if latent is not None:
+        normed = x
+        x = latent_attention(batch, attention, latent, x)
+    else:
+        x = normed = enter(x)
+        x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
+        x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
     if rows is not None:
-        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        x, residual, normed = (each.index_select(0, rows) for each in (x, residual, normed))
     x = before(x)
     x = after(linear(x, output, output_bias) if lora is None else _adapted(batch, x, output, output_bias, changes.output))
     if summed_output_bias is not None:
         x = x + summed_output_bias
     if written is not None:
-        x = to_residual(kernels, x, written[0], eps)
-    x, residual = added(kernels, x, residual, mlp_norm, eps)
-    x = enter(x)
+        x = to_residual(kernels, x, written[0], eps, centred)
+    if parallel_blocks:
+        x, residual = normed, x + residual
+    else:
+        x, residual = added(kernels, x, residual, mlp_norm, eps, centred)
+        x = enter(x)
     if experts is not None:
         route = experts.route(kernels) if replayed is None else partial(replayed.route, attention.index, experts.selection)
         route = route if balance is None else partial(balance.route, route, attention.index)
@@ -93,20 +101,20 @@ def run_layer(
         x = before(gate_of(kernels, activation)(x))
         x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
         x = x if summed_down_bias is None else x + summed_down_bias
-    return (x if written is None else to_residual(kernels, x, written[1], eps)), residual
+    return (x if written is None else to_residual(kernels, x, written[1], eps, centred)), residual
 
 
-def added(kernels: Kernels, x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def added(kernels: Kernels, x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """Returns (what the next matrix reads, the residual stream with ``x`` added): its norm, or the stream itself without one."""
     if norm is not None:
-        return (kernels.rms_norm(residual, norm, eps), residual) if x is None else kernels.add_rms_norm(x, residual, norm, eps)
+        return (kernels.rms_norm(residual, norm, eps, centred), residual) if x is None else kernels.add_rms_norm(x, residual, norm, eps, centred)
     total = residual if x is None else x + residual
     return total, total
 
 
-def to_residual(kernels: Kernels, x: Tensor, written: Written, eps: float) -> Tensor:
+def to_residual(kernels: Kernels, x: Tensor, written: Written, eps: float, centred: bool) -> Tensor:
     """Returns what is added to the residual stream for the output ``x`` of attention or MLP."""
-    x = x if written.norm is None else kernels.rms_norm(x, written.norm, eps)
+    x = x if written.norm is None else kernels.rms_norm(x, written.norm, eps, centred)
     return x if written.factor == 1.0 else x * written.factor
 
 

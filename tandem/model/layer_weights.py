@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem.layout.shapes import Activation, ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.attention import AttentionLayer
+from tandem.model.latent_projections import LatentWeights
 from tandem.model.layer import Layer, factor_of_norm
 from tandem.model.moe import ExpertLayer
 
@@ -23,7 +24,8 @@ class LayerWeights(NamedTuple):
     """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
     ``summed_down_bias`` replace the other two if they are added after the sum over ranks. ``input_norm`` and ``mlp_norm``: ``None`` where attention and MLP
     read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are. ``activation``: of the MLP's gate.
-    ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``)."""
+    ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``). ``parallel_blocks``: the MLP reads what attention does.
+    ``latent``: in the place of ``qkv``, which is ``None`` then."""
 
     input_norm: Tensor | None
     attention: AttentionLayer
@@ -42,6 +44,8 @@ class LayerWeights(NamedTuple):
     written: tuple[Written, Written] | None = None
     activation: Activation = "silu"
     norms_from_one: bool = False
+    parallel_blocks: bool = False
+    latent: LatentWeights | None = None
 
 
 def layer_weights(
@@ -63,15 +67,20 @@ def layer_weights(
         written = Written(norms["post_attention_layernorm"], factor), Written(norms["post_feedforward_layernorm"], factor)
     elif factor != 1.0:
         written = Written(None, factor), Written(None, factor)
+    latent = None
+    if layer.latent is not None and shapes.latent is not None:
+        # A single entry takes the place of queries, keys and values in what follows.
+        own = len(layer.latent.names)
+        latent, matrices = layer.latent.weights(shapes.latent, shapes.num_attention_heads, matrices[:own]), (None, *matrices[own:])
     qkv, output, gate_up, down = (*matrices, None, None)[:4]
     return LayerWeights(
         norms.get("input_layernorm"),
         AttentionLayer(
-            index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
-            shapes.rotary_of(index), shapes.score_cap,
+            index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads or shapes.qk_norm_by_head,
+            shapes.rotary_of(index), shapes.score_cap, layer.sinks, shapes.centred_norms,
         ),
         qkv,
-        layer.qkv_proj.bias,
+        None if layer.qkv_proj is None else layer.qkv_proj.bias,
         output,
         layer.o_proj.bias if biased else None,
         mlp_norm,
@@ -85,6 +94,8 @@ def layer_weights(
         written,
         shapes.activation,
         shapes.norms_from_one,
+        shapes.parallel_blocks,
+        latent,
     )
 
 

@@ -17,6 +17,9 @@ from tandem.layout.shapes import ModelShapes, matrix_name, parameters
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.layer import STACKED
 
+ALONE = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",))
+"""The matrices of latent attention that are multiplied as others are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
@@ -43,6 +46,9 @@ class LoraLayer(NamedTuple):
     output: LowRank | None = None
     gate_up: LowRank | None = None
     down: LowRank | None = None
+    q_a: LowRank | None = None
+    q_b: LowRank | None = None
+    kv_a: LowRank | None = None
 
 
 class LoraBatch(NamedTuple):
@@ -72,7 +78,8 @@ def stack(
     layers, whole = [], dict(parameters(shapes))
     for layer in range(shapes.num_hidden_layers):
         fused = {}
-        for name, parts in zip(LoraLayer._fields, STACKED, strict=True):
+        for name, stacked in zip(LoraLayer._fields, (*STACKED, *ALONE), strict=True):
+            parts = tuple(part for part in stacked if f"{matrix_name(layer, part)}.weight" in whole)
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):
                 names = [f"{matrix_name(layer, part)}.weight" for part in parts]
                 held = [shard_slices(shapes, name, whole[name], shard_spec) for name in names]

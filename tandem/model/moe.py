@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, Routing, sum_in_order
+from tandem.kernels.api import Kernels, Routing, gate_of, sum_in_order
 from tandem.kernels.mixed import whole_precision
-from tandem.layout.shapes import ExpertShapes
+from tandem.layout.shapes import Activation, ExpertShapes
 from tandem.model.parallel.expert_parallel import on_their_ranks
 from tandem.model.routing import Route, Selection
 from tandem.runtime.collectives.communicator import Communicator
@@ -22,21 +22,27 @@ from tandem.runtime.collectives.communicator import Communicator
 class Experts(nn.Module):
     """The parameters of one layer's mixture of E experts, of which this rank holds ``held``: ``router[E, H]``, ``gate_up_proj[held, 2 F,
     H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] if the model is not sharded. Packing drops
-    the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one; ``choice_bias[E]``: of sigmoid routing."""
+    the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one; ``choice_bias[E]``: of sigmoid routing.
+    ``router_bias[E]``, ``gate_up_bias[held, 2 F]`` and ``down_bias[held, N]`` if they have biases. ``activation``: of the gates. ``adds_bias``: this rank adds
+    the last (see ``ExpertBiases``)."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
 
     def __init__(
         self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device, down: tuple[int, int] | None = None,
-        held: int | None = None,
+        held: int | None = None, activation: Activation = "silu", adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.shapes, self.hidden, self.held = shapes, hidden, held or shapes.num_experts
+        self.activation, self.adds_bias = activation, adds_bias
         self.down = down or (hidden, shapes.intermediate_size)
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
         self.choice_bias = None if shapes.sigmoid is None else nn.Parameter(torch.empty(shapes.num_experts, dtype=dtype, device=device))
         self.shared_gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device)) if shapes.shared_gate else None
+        empty = lambda *sizes: nn.Parameter(self.router.new_empty(*sizes)) if shapes.biased else None
+        self.router_bias = empty(shapes.num_experts)
+        self.gate_up_bias, self.down_bias = empty(self.held, 2 * shapes.intermediate_size), empty(self.held, self.down[0])
         self.allocate()
 
     @property
@@ -56,12 +62,22 @@ class Experts(nn.Module):
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
-        router = plain.pack(self.router if self.shapes.sigmoid is None else wide(self.router))
-        return ExpertLayer(router, gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised, shared_gate, self.selection)
+        router = plain.pack(self.router if self.selection is None else wide(self.router))
+        return self.with_matrices(router, gate_up, down, shared_gate)
+
+    def with_matrices(self, router: Any, gate_up: Any, down: Any, shared_gate: Any) -> "ExpertLayer":
+        """Returns the layer with plain or packed matrices."""
+        biases = None
+        if self.router_bias is not None and self.gate_up_bias is not None and self.down_bias is not None:
+            biases = ExpertBiases(self.router_bias, self.gate_up_bias, self.down_bias, self.adds_bias)
+        each, normalised = self.shapes.num_experts_per_tok, self.shapes.normalised
+        return ExpertLayer(router, gate_up, down, each, normalised, shared_gate, self.selection, biases, self.activation)
 
     @property
     def selection(self) -> Selection | None:
-        """The sigmoid routing, if the mixture has it."""
+        """How experts are chosen, if not as those of the largest probabilities."""
+        if self.shapes.softmax is not None:
+            return Selection(self.shapes.softmax, None)
         return None if self.shapes.sigmoid is None or self.choice_bias is None else Selection(self.shapes.sigmoid, self.choice_bias)
 
     def drop(self) -> None:
@@ -70,15 +86,22 @@ class Experts(nn.Module):
 
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""
-        return ExpertLayer(
-            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised,
-            self.shared_gate, self.selection,
-        )  # fmt: skip
+        return self.with_matrices(self.router, self.gate_up_proj, self.down_proj, self.shared_gate)
 
 
 def wide(x: Tensor) -> Tensor:
     """Returns ``x`` in at least fp32, in which routers with sigmoid scores multiply, as in transformers."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ExpertBiases(NamedTuple):
+    """The biases of a mixture: of its router [E], and of each expert's matrices [held, 2 F] and [held, N]. ``adds_down``: this rank adds the last; of partial
+    products that are summed, one does, which then has its gradient."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    adds_down: bool = True
 
 
 class ExpertLayer(NamedTuple):
@@ -91,6 +114,8 @@ class ExpertLayer(NamedTuple):
     normalised: bool
     shared_gate: Any = None
     selection: Selection | None = None
+    biases: ExpertBiases | None = None
+    activation: Activation = "silu"
 
     def route(self, kernels: Kernels) -> Route:
         """Returns how the router chooses."""
@@ -126,15 +151,19 @@ def mixture(
     if layer.selection is not None:
         # Converted here, because only while the layer runs is the weight sure to be there; a packed one has been.
         read, weight = wide(x), weight if is_packed else wide(weight)
-    logits = router(read, weight, None)
+    biases, gate = layer.biases, gate_of(kernels, layer.activation)
+    logits = router(read, weight, None if biases is None else biases.router)
     if router_logits is not None:
         router_logits.append(logits)
     routing = (route or layer.route(kernels))(logits, layer.num_experts_per_tok, layer.normalised)
 
     def compute(rows: Tensor, bounds: Tensor) -> Tensor:
-        inner = kernels.silu_mul(grouped(rows, layer.gate_up, bounds))
+        both: Tensor = grouped(rows, layer.gate_up, bounds)
+        inner = gate(both if biases is None else with_biases(both, biases.gate_up, bounds))
         out: Tensor = grouped(inner if before_down is None else before_down(inner), layer.down, bounds)
-        return out
+        if biases is None:
+            return out
+        return with_biases(out, biases.down if biases.adds_down else biases.down * 0.0, bounds)
 
     rows = _dispatched(x, routing, layer.num_experts_per_tok)
     is_divided = ranks is not None and ranks.size > 1
@@ -142,6 +171,34 @@ def mixture(
     returned = rows.index_select(0, routing.inverse).view(len(x), layer.num_experts_per_tok, rows.shape[1])
     weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
     return sum_in_order(weighted.unbind(1)).to(x.dtype)
+
+
+def with_biases(rows: Tensor, biases: Tensor, bounds: Tensor) -> Tensor:
+    """Returns ``rows[R, N]``, those from ``bounds[g]`` to ``bounds[g + 1]`` plus ``biases[G, N][g]``."""
+    if torch.is_grad_enabled() and (rows.requires_grad or biases.requires_grad):
+        return _Biases.apply(rows, biases, bounds)  # type: ignore[no-any-return]
+    return _plus_biases(rows, biases, bounds)
+
+
+def _plus_biases(rows: Tensor, biases: Tensor, bounds: Tensor) -> Tensor:
+    groups = torch.arange(len(biases), device=rows.device).repeat_interleave(bounds.diff(), output_size=len(rows))
+    return rows + biases.to(rows.dtype).index_select(0, groups)
+
+
+class _Biases(torch.autograd.Function):
+    """The gradient of a group's bias is the sum of that of its rows, in order: no atomic addition."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, biases: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(bounds)
+        ctx.dtype = biases.dtype
+        return _plus_biases(rows, biases, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (bounds,) = ctx.saved_tensors
+        summed = torch.segment_reduce(wide(grad).contiguous(), "sum", lengths=bounds.diff(), axis=0, initial=0.0)
+        return grad, summed.to(ctx.dtype), None
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: int) -> Tensor:

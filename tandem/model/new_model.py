@@ -33,6 +33,7 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         inner = config.moe_intermediate_size or config.intermediate_size
         experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names, **family.experts.new(inner))
     biases = family.biases(ConfigReader({}, "model.create"))
+    latent = None if family.new_latent is None else family.new_latent(config.head_dim)
     try:
         shapes = ModelShapes(
             architecture=family.model_type,
@@ -40,8 +41,8 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,
             num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_key_value_heads=config.num_key_value_heads if latent is None else config.num_attention_heads,
+            head_dim=config.head_dim if latent is None else latent.head_dim,
             intermediate_size=config.intermediate_size,
             max_position_embeddings=config.max_position_embeddings,
             tie_word_embeddings=config.tie_word_embeddings,
@@ -52,6 +53,7 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
             rotary_fraction=1.0 if family.rotary_fraction is None else family.rotary_fraction,
             **(family.constants | ({} if family.terms is None else family.terms.new(config.num_hidden_layers))),
             experts=experts,
+            latent=latent,
         )
         config_json(shapes)
     except ValueError as error:

@@ -51,13 +51,13 @@ class SelectiveKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._make(lambda x, weight: (self._kernels.rms_norm(x, weight, eps),), x, weight)[0]
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        return self._make(lambda x, weight: (self._kernels.rms_norm(x, weight, eps, centred),), x, weight)[0]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = self._kernels.add_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
+        normed, total = self._kernels.add_rms_norm(x, residual, weight, eps, centred)
         # Recomputed from the stored sum: the norm has the same bits.
-        self._remember(lambda total, weight: (self._kernels.rms_norm(total, weight, eps),), (total, weight), (normed,))
+        self._remember(lambda total, weight: (self._kernels.rms_norm(total, weight, eps, centred),), (total, weight), (normed,))
         return normed, total
 
     def rope(
@@ -73,15 +73,18 @@ class SelectiveKernels:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._make(lambda gate_up: (self._kernels.gelu_mul(gate_up),), gate_up)[0]
 
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._make(lambda gate_up: (self._kernels.clamped_swiglu_mul(gate_up),), gate_up)[0]
+
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         attend = self._kernels.packed_attention
         if self._kernels.name != "reference":
-            return attend(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
+            return attend(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         # Plain torch stores [T, T] scores for the backward pass; the other kernels do not.
-        return cast(Tensor, _again(attend, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap))
+        return cast(Tensor, _again(attend, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks))
 
     def inside(self, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Runs ``layer(x, residual)`` with these kernels."""

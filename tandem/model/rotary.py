@@ -12,27 +12,28 @@ from torch import Tensor
 from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
 
 
-def rotary_tables(shapes: ModelShapes) -> tuple[Tensor, ...]:
-    """Returns ``cos_sin[P, D]`` fp32 on CPU of each of ``shapes.rotaries``, for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines
-    in the rest; [1, D] of the rotation by nothing, for layers without rotary embedding. YaRN's attention factor is folded in. Computed on the CPU also where
-    torch's default device is another, whose cosines have other last bits."""
+def rotary_tables(shapes: ModelShapes, context: int) -> tuple[Tensor, ...]:
+    """Returns ``cos_sin[P, D]`` fp32 on CPU of each of ``shapes.rotaries``, for all P positions of a run with this ``context``
+    (``ModelShapes.positions_in``): cosines in the first D / 2 columns, sines in the rest; [1, D] of the rotation by nothing, for layers without rotary
+    embedding. An attention factor is folded in. Computed on the CPU also where torch's default device is another, whose cosines have other last bits."""
+    positions = shapes.positions_in(context)
     with torch.device("cpu"):
-        return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary) for rotary in shapes.rotaries)
+        return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary, positions) for rotary in shapes.rotaries)
 
 
 def _identity(shapes: ModelShapes) -> Tensor:
-    half = torch.zeros(1, shapes.head_dim // 2)
+    half = torch.zeros(1, shapes.rotary_dim // 2)
     return torch.cat((half + 1, half), dim=1)
 
 
-def _table(shapes: ModelShapes, rotary: Rotary) -> Tensor:
-    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.rotated_size)
-    angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
+def _table(shapes: ModelShapes, rotary: Rotary, positions: int) -> Tensor:
+    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.rotated_size, positions)
+    angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if attention_factor != 1.0:
         cos, sin = cos.mul_(attention_factor), sin.mul_(attention_factor)
     # What is not rotated is rotated by nothing.
-    rest = shapes.head_dim // 2 - len(frequencies)
+    rest = shapes.rotary_dim // 2 - len(frequencies)
     return torch.cat((F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin), dim=1)
 
 
@@ -40,19 +41,21 @@ def rotary_order(shapes: ModelShapes) -> Tensor | None:
     """Returns the order of the columns [(Hq + 2 Hkv) D] int64 of queries, keys and values in which the components of a head that are rotated together are half
     a head apart, as the kernels rotate them, and those that are not rotated fill both halves; ``None`` where they are. Queries and keys in the same order have
     the same products."""
-    size, rotated = shapes.head_dim, shapes.rotated_size
+    size, rotated = shapes.rotary_dim, shapes.rotated_size
     if rotated == size and not shapes.rotary_interleaved:
         return None
     of_rotated = torch.arange(rotated).view(-1, 2).t() if shapes.rotary_interleaved else torch.arange(rotated).view(2, -1)
     one = torch.cat((of_rotated, torch.arange(rotated, size).view(2, -1)), dim=1).flatten()
-    query_and_keys = shapes.num_attention_heads + shapes.num_key_value_heads
+    # Latent attention rotates one part of a key, which all heads share, and no part of its values.
+    keys, width = (shapes.num_key_value_heads, shapes.qkv_size) if shapes.latent is None else (1, (shapes.num_attention_heads + 1) * size)
+    query_and_keys = shapes.num_attention_heads + keys
     rows = torch.arange(query_and_keys).unsqueeze(1) * size + one
-    values = torch.arange(query_and_keys * size, shapes.qkv_size)
+    values = torch.arange(query_and_keys * size, width)
     return torch.cat((rows.flatten(), values))
 
 
-def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[Tensor, float]:
-    """Returns the radians per position of each pair, [D / 2] fp32, and the factor on cos and sin."""
+def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int, positions: int = 0) -> tuple[Tensor, float]:
+    """Returns the radians per position of each pair, [D / 2] fp32, and the factor on cos and sin, in a run of up to ``positions`` tokens."""
     wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / wavelengths
     if scaling.kind == "linear":
@@ -61,7 +64,17 @@ def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tu
         return _llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
         return _yarn(wavelengths, scaling, theta, head_dim), _yarn_attention_factor(scaling)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if positions > scaling.original_max_position_embeddings else scaling.short_factors
+        return 1.0 / (torch.tensor(factors) * wavelengths), _longrope_attention_factor(scaling)
     return plain, 1.0
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """Returns the factor of LongRoPE (Ding et al., 2024, as in Phi-3's code), or the checkpoint's own."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings)) if scaling.factor > 1 else 1.0
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Routing, sum_in_order
-from tandem.layout.shapes import SigmoidRouting
+from tandem.layout.shapes import SigmoidRouting, SoftmaxRouting
 
 Route = Callable[[Tensor, int, bool], Routing]
 """``Kernels.route``, or what replaces it."""
@@ -17,13 +17,15 @@ SMALLEST_SUM = 1e-20
 
 
 class Selection(NamedTuple):
-    """Sigmoid routing with its ``bias[E]`` on the choice."""
+    """Routing by sigmoid scores with its ``bias[E]`` on the choice, or by probabilities without one."""
 
-    routing: SigmoidRouting
-    bias: Tensor
+    routing: SigmoidRouting | SoftmaxRouting
+    bias: Tensor | None
 
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the scores [T, E] of ``logits[T, E]``, in at least fp32."""
+        if isinstance(self.routing, SoftmaxRouting):
+            return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous().clamp_min(-80.0)
         return 1.0 / (1.0 + torch.exp(-wide))
@@ -31,12 +33,13 @@ class Selection(NamedTuple):
     @torch.no_grad()
     def choose(self, scores: Tensor, each: int) -> Tensor:
         """Returns the experts [T, each] int64 of each token; ties go to the lowest groups and ids."""
-        wanted = scores + self.bias.to(scores.dtype)
+        wanted = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         groups = self.routing.groups
         if groups > 1:
             by_group = wanted.view(len(wanted), groups, wanted.shape[1] // groups)
             best = by_group.sort(dim=-1, descending=True, stable=True).values
-            kept = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices[:, : self.routing.groups_per_tok]
+            of_groups = best[..., 0] if isinstance(self.routing, SoftmaxRouting) else best[..., 0] + best[..., 1]
+            kept = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : self.routing.groups_per_tok]
             is_left_out = torch.ones(len(wanted), groups, dtype=torch.bool, device=wanted.device).scatter_(1, kept, False)
             wanted = by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
         return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each]
@@ -67,10 +70,10 @@ def routed_to(logits: Tensor, experts: Tensor, normalised: bool, selection: Sele
     gates = probabilities.gather(1, experts)
     if normalised:
         total = sum_in_order(gates.unbind(1)).unsqueeze(1)
-        gates = gates / (total if selection is None else total + SMALLEST_SUM)
+        gates = gates / (total if selection is None or selection.bias is None else total + SMALLEST_SUM)
     if selection is not None:
         gates = gates if selection.routing.scaling == 1.0 else gates * selection.routing.scaling
-        if selection.bias.requires_grad and torch.is_grad_enabled():
+        if selection.bias is not None and selection.bias.requires_grad and torch.is_grad_enabled():
             gates = _WithoutGradient.apply(gates, selection.bias)
     ordered, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)

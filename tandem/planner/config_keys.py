@@ -44,15 +44,19 @@ NO_SIZES = (
     "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "clip_qkv", "no_bias", "scale_embedding", "multiply_number_of_posemb", "normalized_eps",
     "qk_layernorm", "pretraining_tp", "slow_but_exact", "apply_residual_connection_post_layernorm", "use_parallel_residual", "parallel_attn",
     "new_decoder_architecture", "alibi", "word_embed_proj_dim", "do_layer_norm_before", "layer_norm_elementwise_affine", "_remove_final_layer_norm",
-    "use_bidirectional_attention", "is_causal", "rotary", "bias", "inference_runner",
+    "use_parallel_block", "use_gated_activation", "use_embedding_sharing", "use_parallel_embedding", "position_embedding_type", "layer_switch",
+    "order_of_interleaved_layers", "full_attn_mod", "interpolate_factor", "use_bidirectional_attention", "is_causal", "rotary", "bias", "inference_runner",
+    "swiglu_alpha", "swiglu_limit",
     "num_ln_in_parallel_attn", "enable_bias", "scale_attention_softmax_in_fp32", "use_qkv_bias", "learned_pos_emb", "embedding_fraction",
     # positions
     "partial_rotary_factor", "rotary_pct", "rotary_dim", "rotary_emb_base", "original_max_position_embeddings", "use_mrope", "sliding_window_size",
+    "initial_context_length",
     # training from scratch
     "initializer_range", "initializer_factor", "init_method_std", "init_std", "layerdrop", "pad_token_id",
     # routing, which sends a token to as many experts however it chooses them
     "norm_topk_prob", "routed_scaling_factor", "scoring_func", "topk_method", "topk_group", "n_group", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef",
     "router_aux_loss_factor", "router_z_loss_coef", "router_jitter_noise", "output_router_logits", "ep_size", "moe_router_dtype", "norm_topk_prob",
+    "experts_per_token",
     # modules for speculative decoding, which are beside the model and not in its published number of parameters
     "num_nextn_predict_layers", "num_mtp_layers",
     # generation and attention of encoders, which old files repeat

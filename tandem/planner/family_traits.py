@@ -30,8 +30,6 @@ class FamilyTraits:
 OTHER = FamilyTraits()
 TWO_MATRICES = FamilyTraits(gated_mlp=False)
 TRAITS = {
-    "deepseek_v2": OTHER,
-    "deepseek_v3": FamilyTraits(mlp_bias=False),
     "kimi_k2": FamilyTraits(mlp_bias=False),
     "gpt2": FamilyTraits(gated_mlp=False, ties=True),
     "gpt_bigcode": FamilyTraits(gated_mlp=False, ties=True),

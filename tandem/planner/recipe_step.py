@@ -10,7 +10,7 @@ def sequence_tokens(recipe: AnyRecipe, shapes: ModelShapes) -> int:
     if isinstance(recipe, PretrainRecipe):
         return recipe.data.sequence_length
     most = shapes.max_position_embeddings
-    context = min(recipe.model.max_length or most, most)
+    context = min(recipe.model.max_length or shapes.default_context, most)
     return min(context, recipe.rollout.engine.max_model_len or context)
 
 

@@ -118,7 +118,7 @@ def _engine(recipe: Recipe, shapes: ModelShapes, hardware: Hardware, gpus: int) 
         raise UserError(f"'rollout.engine.tensor_parallel_size' is {options.tensor_parallel_size}, more than the {gpus} GPUs of the plan; give more --gpus")
     layout = ServingLayout(
         options.tensor_parallel_size, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens,
-        max_model_len=min(shapes.max_position_embeddings, options.max_model_len or shapes.max_position_embeddings),
+        max_model_len=min(shapes.max_position_embeddings, options.max_model_len or shapes.default_context),
     )  # fmt: skip
     quantization = (options.quantization or "").removesuffix("+head")
     if quantization in ("fp8", "int8", "int4", "fp16"):

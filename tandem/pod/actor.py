@@ -118,12 +118,15 @@ def build_actor(
     """Builds this rank's part of the model in the folder ``start``, and the frozen models if they are always there by ``residency``; checkpoints of steps
     ``in_use`` are not removed."""
     ranks, directory = rank.ranks, rank.directory
-    most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
-    settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed)
+    context = context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+    most = max(recipe.trainer.micro_batch_tokens, context)
+    settings = ReplicaSettings(
+        start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed, context=context
+    )
     settings = replace(settings, implemented_by=recipe.model.implemented_by)
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
-    critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
+    critic = _build_critic(recipe, rank, kernels, start, most, context) if recipe.has_critic else None
 
     def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
         made = FrozenModel(lambda: build_frozen(model, ranks, kernels))
@@ -135,13 +138,14 @@ def build_actor(
     referred = settings
     if recipe.reference.path:
         referred = ReplicaSettings(
-            found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most, implemented_by=recipe.model.implemented_by
-        )
+            found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most, context=context,
+            implemented_by=recipe.model.implemented_by,
+        )  # fmt: skip
     reference = frozen("updated_reference" if follows else "reference", referred) if recipe.holds_reference else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()
-        reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most))
+        reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most, context=context))
     checkpoints = ReplicaCheckpoints(
         directory / "checkpoints", recipe.checkpoint.keep, start, state, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
@@ -169,7 +173,7 @@ def build_state(settings: ReplicaSettings, rank: Rank, kernels: Kernels) -> Trai
     return ReplicaState(build_replica(settings, rank.ranks, kernels))
 
 
-def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int) -> Critic:
+def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int, context: int) -> Critic:
     """Builds this rank's part of the critic: the model that section ``critic`` names, or ``start`` with a new head."""
     folder = rank.directory / "models" / "critic"
     source = found_model(recipe.critic.path).resolve() if recipe.critic.path else start
@@ -178,5 +182,5 @@ def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, mos
     # No rank reads the model before it is written.
     rank.ranks.world.barrier("the critic's model")
     trainer = replace(recipe.trainer, learning_rate=recipe.critic.learning_rate, lora=None)
-    settings = ReplicaSettings(folder if folder.exists() else source, rank.directory, trainer, recipe.parallel, most_tokens)
+    settings = ReplicaSettings(folder if folder.exists() else source, rank.directory, trainer, recipe.parallel, most_tokens, context=context)
     return Critic(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer, settings.start)

@@ -13,10 +13,11 @@ from tandem.types import UserError
 def context_tokens(model: ModelConfig, max_new_tokens: int, folder: Path) -> int:
     """Returns the tokens that prompt and completion may have together. ``max_new_tokens``: ``rollout.max_tokens``. Raises ``UserError`` where
     the recipe asks for more than the model in ``folder`` has."""
-    most = read_shapes(folder, implemented_by=model.implemented_by).max_position_embeddings
+    shapes = read_shapes(folder, implemented_by=model.implemented_by)
+    most = shapes.max_position_embeddings
     if model.max_length > most:
         raise UserError(f"'model.max_length' is {model.max_length}, more than the {most} positions of the model in {folder}")
-    context = model.max_length or most
+    context = model.max_length or shapes.default_context
     if max_new_tokens >= context:
         raise UserError(
             f"'rollout.max_tokens' is {max_new_tokens}, which leaves no room for a prompt in a context of {context} tokens; "

@@ -70,12 +70,13 @@ class RolloutWorker:
             max_model_len=length,
             kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm, length),
             dtype=recipe.trainer.dtype,
+            precision=recipe.rollout_precision,
             device=pod_device(machine),
             kernels=meta["kernels"],
             attention=machine.attention,
         )
         self.groups.forget()
-        self.llm = LLM.from_engine_args(args, precision=recipe.rollout_precision, trained_lora=lora, weight_version=DUMMY_VERSION)
+        self.llm = LLM.from_engine_args(args, trained_lora=lora, weight_version=DUMMY_VERSION)
         if meta.get("adapter"):
             self.llm.engine.update_weights(read_adapter(Path(meta["adapter"])), self.llm.weight_version)
         self.groups.open(folder)

@@ -176,7 +176,7 @@ class TrainerWorker:
                 inject_flips(actor.replica.model, self.rank.flips)
         self.models = hold(recipe, self.rank, actor, step, residency, list(map(Phase, meta["prefetch"])))
         is_same = recipe.rollout_precision == recipe.trainer.precision
-        notes = device_notes(self.rank.ranks.device, recipe.trainer, "in trainer and rollout" if is_same else "in the trainer")
+        notes = device_notes(self.rank.ranks.device, recipe.trainer, self.kernels, "in trainer and rollout" if is_same else "in the trainer")
         notes += [self.kernel_note] if self.kernel_note else []
         return {
             "step": step, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,

@@ -47,7 +47,7 @@ async def ready_chat(state: ServerState, body: ChatCompletionRequest, request: R
     params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=wanted, defaults=state.sampling_defaults)
     # A chat continues to the end of its context, where the offline default is 16 tokens.
     params.setdefault("max_tokens", None)
-    marks = [*(format.marks if format else ()), *((reasoning.start, reasoning.end) if reasoning else ())]
+    marks = [*(format.marks if format else ()), *(reasoning.marks if reasoning else ())]
     if state.are_special(marks):
         params["skip_special_tokens"] = False
     plan = AnswerPlan(

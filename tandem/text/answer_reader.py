@@ -1,22 +1,31 @@
 """Reads an answer while a model writes it: its reasoning, its text and its tool calls."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.text.answer_events import CallArguments, Content, Event, Reasoning
-from tandem.text.json_call import JsonCall
+from tandem.text.harmony import ANALYSIS, END, read_harmony
+from tandem.text.json_call import JsonCall, json_object
 from tandem.text.pieces import Pieces, Steps
-from tandem.text.tool_formats import Schemas, ToolFormat, json_object
+from tandem.text.tool_formats import Schemas, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around reasoning. ``is_open``: an answer begins within it although it writes no ``start``, unless its prompt has closed it."""
+    """The marks around reasoning. ``is_open``: an answer begins within it although it writes no ``start``, unless its prompt has closed it. ``content``: the
+    marks around the text of the answer, if there are any. ``read``: reads an answer whose calls, reasoning and text are messages of one form."""
 
     start: str
     end: str
     is_open: bool = False
+    content: tuple[str, str] | None = None
+    read: Callable[[Pieces, Schemas], Steps[None]] | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, which special tokens may be."""
+        return (self.start, self.end, *(self.content or ()))
 
     def begins_within(self, prompt_end: str) -> bool:
         """Returns whether an answer begins within reasoning, after a prompt whose text ends with ``prompt_end``."""
@@ -33,6 +42,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "minimax_m2": ReasoningFormat("<think>", "</think>", is_open=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "olmo3": ReasoningFormat("<think>", "</think>", is_open=True),
+    "cohere_command3": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", content=("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    "openai_gptoss": ReasoningFormat(ANALYSIS, END, read=read_harmony),
 }
 """With vLLM's names. The prompt of most models says whether the answer begins within reasoning; otherwise the answer's first mark does."""
 
@@ -102,10 +114,18 @@ class AnswerReader:
 
 
 def _answer(source: Pieces, tools: ToolFormat | None, reasoning: ReasoningFormat | None, is_open: bool, schemas: Schemas) -> Iterator[Event | None]:
-    if reasoning is not None:
-        has_start = yield from source.begins_with(reasoning.start)
-        if is_open or has_start:
-            yield from source.pass_until(reasoning.end, kind=Reasoning, is_trimmed=True)
-            yield from source.skip_space()
-    yield from source.pass_until() if tools is None else tools.read(source, schemas)
-
+    read = None if tools is None else tools.read
+    if reasoning is not None and reasoning.read is not None and read in (None, reasoning.read):
+        read = reasoning.read
+    elif reasoning is not None:
+        is_open = (yield from source.begins_with(reasoning.start)) or is_open
+    if reasoning is not None and is_open:
+        yield from source.pass_until(reasoning.end, kind=Reasoning, is_trimmed=True)
+        yield from source.skip_space()
+    if reasoning is not None and reasoning.content is not None and (yield from source.begins_with(reasoning.content[0])):
+        yield from source.pass_until(reasoning.content[1])
+        yield from source.until()
+    elif read is not None:
+        yield from read(source, schemas)
+    else:
+        yield from source.pass_until()

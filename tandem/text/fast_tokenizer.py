@@ -1,4 +1,5 @@
-"""``tokenizer.json`` for model folders that have none: a SentencePiece model or ``vocab.json`` with ``merges.txt`` is converted by transformers."""
+"""``tokenizer.json`` for model folders that have none: a SentencePiece model, tiktoken's ranks or
+``vocab.json`` with ``merges.txt`` are converted by transformers."""
 
 import hashlib
 import importlib.util
@@ -49,6 +50,8 @@ def _write(folder: Path, converted: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Of many classes, among them that of a missing package.
+        if _is_sentencepiece(folder) and importlib.util.find_spec("sentencepiece") is None:
+            raise _by_hand(folder, "sentencepiece, which reads its tokenizer.model, is not installed") from None
         raise _by_hand(folder, f"transformers cannot convert it here ({_first_line(error)})") from None
     if not tokenizer.is_fast:
         raise _by_hand(folder, "transformers has no fast form of it")
@@ -69,6 +72,12 @@ def _write(folder: Path, converted: Path) -> None:
                 raise
 
 
+def _is_sentencepiece(folder: Path) -> bool:
+    """Returns whether ``tokenizer.model`` begins as a model of SentencePiece does, with the tag of its pieces; tiktoken's (Llama 3) has lines of base64."""
+    path = folder / "tokenizer.model"
+    return path.is_file() and path.read_bytes()[:1] == b"\n"
+
+
 def _files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
 
@@ -85,7 +94,8 @@ def _key(folder: Path) -> str:
 def _by_hand(folder: Path, reason: str) -> UserError:
     code = f"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     return UserError(
-        f"'{folder}' has no tokenizer.json and {reason}; run, where transformers and sentencepiece are installed: python -c {shlex.quote(code)}"
+        f"'{folder}' has no tokenizer.json and {reason}; "
+        f"install them with pip install 'tandem-rl[sentencepiece]', or run, where they are: python -c {shlex.quote(code)}"
     )
 
 

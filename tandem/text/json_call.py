@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tandem.text.answer_events import CallArguments, CallBegun, CallEnded, Event, Unreadable
 from tandem.text.nesting import Nesting
+from tandem.text.pieces import Pieces, Steps
 from tandem.text.written_calls import from_json
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -63,3 +64,20 @@ class JsonCall:
             yield CallBegun(call.name, self._id or call.id)
             yield CallArguments(json.dumps(dict(call.arguments), ensure_ascii=False))
         yield Unreadable(written, call) if self._arguments is None and call.problem else CallEnded(call)
+
+
+def json_object(source: Pieces, call: JsonCall | None = None) -> Steps[None]:
+    """Reads a call to the end of its object."""
+    call, nesting = call or JsonCall(), Nesting()
+    while True:
+        yield from call.push(source.drop(nesting.take(source.text)))
+        if nesting.is_over or source.is_over:
+            break
+        yield None
+    yield from shown(call.finish())
+
+
+def shown(events: Iterator[Event], start: str = "", end: str = "") -> Iterator[Event]:
+    """Passes ``events`` on, with the marks around a call that cannot be read."""
+    for event in events:
+        yield event._replace(written=f"{start}{event.written}{end}") if isinstance(event, Unreadable) else event

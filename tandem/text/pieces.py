@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 from tandem.text.answer_events import Content, Event, Reasoning
+from tandem.text.nesting import Nesting
 from tandem.text.stop import overlap
 
 T = TypeVar("T")
@@ -87,6 +88,15 @@ class Pieces:
                 return True
             if self.is_over or (rest and not mark.startswith(rest)):
                 return False
+            yield None
+
+    def nested(self, nesting: Nesting) -> Steps[str]:
+        """Returns the text until ``nesting`` is over."""
+        parts: list[str] = []
+        while True:
+            parts.append(self.drop(nesting.take(self.text)))
+            if nesting.is_over or self.is_over:
+                return "".join(parts)
             yield None
 
     def skip_space(self) -> Steps[None]:

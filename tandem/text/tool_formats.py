@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.text.answer_events import CallArguments, CallBegun, CallEnded, Event, Unreadable
-from tandem.text.json_call import JsonCall
+from tandem.text.harmony import MARKS, read_harmony
+from tandem.text.json_call import JsonCall, json_object, shown
+from tandem.text.json_lists import json_list
 from tandem.text.nesting import Nesting
 from tandem.text.pieces import Pieces, Steps
 from tandem.text.typed_arguments import typed_argument
@@ -40,7 +42,7 @@ def _hermes(source: Pieces, schemas: Schemas) -> Steps[None]:
     while mark:
         call = JsonCall()
         yield from source.feed_until(call.push, "</tool_call>")
-        yield from _shown(call.finish(), "<tool_call>", "</tool_call>")
+        yield from shown(call.finish(), "<tool_call>", "</tool_call>")
         mark = yield from source.pass_until("<tool_call>", is_trimmed=True)
 
 
@@ -90,17 +92,6 @@ def _rest_of_call(source: Pieces, start: str) -> Steps[None]:
         yield Unreadable(text, ToolCall(problem="the calls are not JSON"))
 
 
-def json_object(source: Pieces, call: JsonCall | None = None) -> Steps[None]:
-    """Reads a call to the end of its object."""
-    call, nesting = call or JsonCall(), Nesting()
-    while True:
-        yield from call.push(source.drop(nesting.take(source.text)))
-        if nesting.is_over or source.is_over:
-            break
-        yield None
-    yield from _shown(call.finish())
-
-
 def _pythonic(source: Pieces, schemas: Schemas, start: str = _PYTHON_TAG, end: str = "") -> Steps[None]:
     has_tag = yield from source.begins_with(start)
     while not _PYTHON_LIST.match(source.text):
@@ -120,18 +111,17 @@ def _python_call(source: Pieces) -> Steps[bool]:
     """Reads a call of a list, and returns whether another follows."""
     written, follows = "", ""
     while follows not in (",", "]"):
-        nesting, parts = Nesting("\"'", ("([{", ")]}")), [written]
-        while True:
-            parts.append(source.drop(nesting.take(source.text)))
-            if nesting.is_over or source.is_over:
-                break
-            yield None
-        written = "".join(parts)
+        written += yield from source.nested(Nesting("\"'", ("([{", ")]}")))
         yield from source.skip_space()
         if not source.text:
             break
         follows = source.text[0]
     source.drop(1)
+    yield from _read_call(written)
+    return follows == ","
+
+
+def _read_call(written: str) -> Steps[None]:
     call = from_python(written)
     if call.problem:
         yield Unreadable(written, call)
@@ -139,7 +129,18 @@ def _python_call(source: Pieces) -> Steps[bool]:
         yield CallBegun(call.name)
         yield CallArguments(json.dumps(dict(call.arguments), ensure_ascii=False))
         yield CallEnded(call)
-    return follows == ","
+
+
+def _olmo3(source: Pieces, schemas: Schemas) -> Steps[None]:
+    start, end = "<function_calls>", "</function_calls>"
+    mark = yield from source.pass_until(start)
+    while mark:
+        while not (yield from source.begins_with(end)):
+            written = yield from source.nested(Nesting("\"'", ("([{", ")]}")))
+            if not written.strip():
+                break
+            yield from _read_call(written)
+        mark = yield from source.pass_until(start, is_trimmed=True)
 
 
 @dataclass(slots=True)
@@ -238,7 +239,7 @@ def _sections(outer: tuple[str, str], begin: str, separator: str, end: str, name
                 if mark:
                     call = JsonCall(*_head_name(head.strip()))
                     yield from source.feed_until(call.push, end)
-                    yield from _shown(call.finish(), f"{begin}{head}{separator}", end)
+                    yield from shown(call.finish(), f"{begin}{head}{separator}", end)
                 else:
                     yield Unreadable(begin + head, ToolCall(problem="the call has no end"))
             yield from source.begins_with(outer[1])
@@ -251,12 +252,6 @@ def _head_name(head: str) -> tuple[str, str]:
     """Returns the name of a tool and of the call: Kimi writes ``functions.NAME:NUMBER``, and its template takes that as the name of the call."""
     match = re.fullmatch(r"functions\.(.+):\d+", head)
     return (match[1], head) if match else (head or "?", "")
-
-
-def _shown(events: Iterator[Event], start: str = "", end: str = "") -> Iterator[Event]:
-    """Passes ``events`` on, with the marks around a call that cannot be read."""
-    for event in events:
-        yield event._replace(written=f"{start}{event.written}{end}") if isinstance(event, Unreadable) else event
 
 
 _KIMI = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
@@ -278,4 +273,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": _sections(*_DEEPSEEK, name_line=True),
     "deepseek_v31": _sections(*_DEEPSEEK),
     "kimi_k2": _sections(*_KIMI),
+    "glm47": ToolFormat(_glm45, ("<tool_call>", "</tool_call>")),
+    "granite": ToolFormat(json_list("<|tool_call|>", "<tool_call>"), ("<|tool_call|>", "<tool_call>")),
+    "granite4": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
+    "phi4_mini_json": ToolFormat(json_list("functools[")),
+    "olmo3": ToolFormat(_olmo3, ("<function_calls>", "</function_calls>")),
+    "cohere_command3": ToolFormat(json_list("<|START_ACTION|>", end="<|END_ACTION|>"), ("<|START_ACTION|>", "<|END_ACTION|>")),
+    "openai": ToolFormat(read_harmony, MARKS),
 }

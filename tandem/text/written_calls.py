@@ -39,9 +39,17 @@ def _python_call(call: ast.Call) -> ToolCall:
     if not name or call.args or any(keyword.arg is None for keyword in call.keywords):
         return ToolCall(name, problem="arguments need their names: name(key=value)")
     try:
-        return _plain_call(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
+        return _plain_call(name, {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in call.keywords})
     except (ValueError, TypeError, RecursionError, MemoryError):
         return ToolCall(name, problem="an argument is not a plain value")
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's names of constants, which models write in calls of Python too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
 
 
 def _dotted(node: ast.expr) -> str:
@@ -62,9 +70,10 @@ def from_json(text: str, name: str = "") -> ToolCall:
 
 
 def _call(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
+    if not isinstance(name, str):
         return ToolCall(problem="a call is an object with 'name' and 'arguments'")
-    name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -40,8 +40,8 @@ class ReplicaSettings:
 
     ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
     tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does.
-    ``head_seed``: draws a value head beside the language-model head (``None``: there is none). ``seed``: draws the adapter of ``trainer.lora``.
-    ``implemented_by``: who computes the model."""
+    ``context``: the tokens of the run's longest sequence (0: the model's own). ``head_seed``: draws a value head beside the language-model head (``None``:
+    there is none). ``seed``: draws the adapter of ``trainer.lora``. ``implemented_by``: who computes the model."""
 
     start: Path
     directory: Path
@@ -51,6 +51,7 @@ class ReplicaSettings:
     kv_cache_dtype: KVCacheDtype = "auto"
     head_seed: int | None = None
     seed: int = 0
+    context: int = 0
     implemented_by: Implementation = OWN
 
     def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -116,6 +117,7 @@ def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_f
         spans=own_spans(parallel, spans, stages.rank), heads="any", value_head="none" if settings.head_seed is None else "token",
         lora=settings.trainer.lora, implemented_by=settings.implemented_by,
     )  # fmt: skip
+    model.use_context(settings.context or model.positions)
     if is_filled:
         with _named(settings.start):
             load_tensors(model, settings.tensors(model))

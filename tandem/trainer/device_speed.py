@@ -5,7 +5,8 @@ import torch
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.hardware.load import hardware_of_device, source_of
-from tandem.kernels.mixed import is_emulated
+from tandem.kernels.api import Kernels
+from tandem.kernels.mixed import emulation_note
 
 AGAINST_BF16 = ("bf16", "fp16")
 """Precisions that GPUs multiply at the rate of bf16; other precisions have no MFU here."""
@@ -44,12 +45,8 @@ class DeviceSpeed:
         return f"computing on {name}; perf/mfu is of {self.hardware.peak_flops['bf16'] / 1e12} TFLOP/s ({source_of(self.hardware, 'peak_flops')})"
 
 
-def device_notes(device: torch.device, trainer: TrainerConfig, where: str = "here") -> list[str]:
+def device_notes(device: torch.device, trainer: TrainerConfig, kernels: Kernels, where: str = "here") -> list[str]:
     """Returns lines for the start of a run: the GPU, and that ``trainer.precision`` is emulated ``where``."""
     notes = [DeviceSpeed(device, trainer.multiplies_in).describe()] if device.type == "cuda" else []
-    if is_emulated(trainer.precision, device):
-        notes.append(
-            f"trainer.precision {trainer.precision} is emulated {where}: operands are rounded to it and multiplied in fp32, which shows its numbers and not "
-            "its speed"
-        )
-    return notes
+    note = emulation_note(trainer.precision, device, kernels, where)
+    return [*notes, f"trainer.{note}"] if note else notes

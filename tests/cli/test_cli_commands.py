@@ -7,6 +7,8 @@ import re
 import shlex
 import shutil
 import stat
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -216,3 +218,18 @@ def test_a_model_that_is_as_it_was_written_is_verified_and_used_and_one_without_
     (tmp_path / "model" / "manifest.json").unlink()
     done: Done = command("generate", tmp_path / "model", *given)
     assert done.code == 1 and "has no manifest.json and cannot be verified; leave out --verify" in done.err
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_in_one_line() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'tandem.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "from tandem.__main__ import command\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.exit(command())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tandem: interrupted\n")

@@ -68,10 +68,11 @@ EXPECTED = EngineArgs(
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_field_is_an_option(command: str) -> None:
     # gpu_memory_utilization is instead of kv_cache_tokens, and max_prefill_slowdown goes with chunked prefill; runner is what the
-    # command is for, or auto.
-    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown", "runner"}
+    # command is for, or auto; precision goes with fp32 weights.
+    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown", "runner", "precision"}
     assert GIVEN.keys() | others == {field.name for field in dataclasses.fields(EngineArgs)}
     assert engine_args(parser().parse_args([command, "m", "--max-prefill-slowdown", "3.5"]), model="m").max_prefill_slowdown == 3.5
+    assert engine_args(parser().parse_args([command, "m", "--precision", "bf16"]), model="m").precision == "bf16"
     words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]
     args = engine_args(parser().parse_args([command, "m", *words]), model="m")
     defaults = EngineArgs()
@@ -92,6 +93,7 @@ def test_every_field_is_an_option(command: str) -> None:
         (("--gpu-memory-utilization", ".9", "--device", "cuda", "--kv-cache-tokens", "64"), "each sets the size of the KV cache; leave one of them out"),
         (("--override-generation-config", "[]"), "--override-generation-config is []; it must be a JSON object"),
         (("--otlp-traces-endpoint", "collector:4317"), "engine otlp_traces_endpoint is 'collector:4317'; give the address of a collector"),
+        (("--dtype", "bfloat16", "--precision", "bf16"), "engine precision is 'bf16', which computes over fp32 weights, and dtype is 'bfloat16'"),
         (("--attention", "flash3"), "engine attention is 'flash3', which needs a GPU and 16 bits"),
         (("--async-scheduling", "--tensor-parallel-size", "2"), "tensor-parallel ranks follow each step"),
     ],

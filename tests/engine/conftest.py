@@ -10,9 +10,10 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
-from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, RopeScaling, SigmoidRouting, SoftmaxRouting
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral, qwen2_moe
+from tandem.model.families import gpt_oss, mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
@@ -36,10 +37,27 @@ TRAITS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
         "experts": ExpertShapes(8, 3, 40, dense_layers=(0,), shared_intermediate_size=80, sigmoid=SigmoidRouting(4, 2, 1.7)),
     },
+    "gpt_oss": {
+        "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "layer_windows": (20, None), "activation": "clamped_swiglu",
+        "attention_sinks": True, "experts": ExpertShapes(6, 2, 48, names=gpt_oss.NAMES, biased=True),
+    },
+    "deepseek_v3": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12, 20), "rotary_interleaved": True,
+        "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3), "attention_bias": True,
+        "output_bias": True, "experts": ExpertShapes(8, 3, 40, dense_layers=(0,), shared_intermediate_size=40, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "deepseek_v2": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12), "rotary_interleaved": True,
+        "experts": ExpertShapes(8, 3, 40, normalised=False, dense_layers=(0,), shared_intermediate_size=40, softmax=SoftmaxRouting(4, 2, 1.7)),
+    },
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
     "gemma2": {
         "tie_word_embeddings": True, "layer_windows": (20, None), "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True,
         "scaled_embedding": True, "score_cap": 2.0, "logit_cap": 5.0,
+    },
+    "cohere": {
+        "tie_word_embeddings": True, "qk_norm": True, "qk_norm_by_head": True, "centred_norms": True, "parallel_blocks": True, "rotary_interleaved": True,
+        "rope_theta": 5e5, "multipliers": Multipliers(logits_scaling=4.0),
     },
     "granite": {"tie_word_embeddings": True, "multipliers": Multipliers(3.0, 0.22, 0.3, 0.8)},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
@@ -50,11 +68,11 @@ TRAITS: dict[str, dict[str, Any]] = {
 
 
 def shapes_of(architecture: str) -> ModelShapes:
-    return ModelShapes(
-        architecture=architecture, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48, max_position_embeddings=128, **TRAITS[architecture],
-    )
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 48, "max_position_embeddings": 128,
+    }  # fmt: skip
+    return ModelShapes(architecture=architecture, **{**sizes, **TRAITS[architecture]})
 
 
 def random_decoder(architecture: str, seed: int) -> Decoder:
@@ -65,6 +83,8 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
         for name, tensor in to_huggingface(decoder):
             if name.endswith(CHOICE_BIAS):
                 tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
+            elif decoder.shapes.attention_sinks and name.endswith((".bias", ".sinks")):
+                tensor.copy_(torch.linspace(-0.3, 0.8, len(tensor)))
             elif not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
             elif decoder.shapes.norms_from_one:

@@ -8,9 +8,11 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import KernelChoice, select
-from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
+from tandem.model.families.gpt_oss import NAMES as GPT_OSS
 from tandem.model.families.mixtral import NAMES as MIXTRAL
 from tandem.model.families.qwen2_moe import NAMES as QWEN2_MOE
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
@@ -34,6 +36,11 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+    # Norms whose 16 rows could be panels are none.
+    "cohere": {
+        "tie_word_embeddings": True, "num_attention_heads": 16, "num_key_value_heads": 16, "qk_norm": True, "qk_norm_by_head": True, "centred_norms": True,
+        "parallel_blocks": True, "rotary_interleaved": True,
+    },
     "gemma2": {
         "tie_word_embeddings": True, "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True, "scaled_embedding": True, "score_cap": 2.0,
         "logit_cap": 5.0,
@@ -45,6 +52,19 @@ TRAITS: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
         "experts": ExpertShapes(16, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "gpt_oss": {
+        "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "activation": "clamped_swiglu", "attention_sinks": True,
+        "intermediate_size": 64, "experts": ExpertShapes(16, 2, 64, names=GPT_OSS, biased=True),
+    },
+    "deepseek_v3": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 48, "latent": LatentAttention(64, 32, 16, 32, 64), "rotary_interleaved": True,
+        "attention_bias": True, "output_bias": True,
+        "experts": ExpertShapes(16, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "deepseek_v2": {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 48, "latent": LatentAttention(64, 32, 16, 32), "rotary_interleaved": True,
+        "experts": ExpertShapes(16, 2, 64, normalised=False, dense_layers=(0,), shared_intermediate_size=64, softmax=SoftmaxRouting(4, 2, 1.7)),
     },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},

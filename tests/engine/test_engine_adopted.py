@@ -61,6 +61,7 @@ RANKS = [
     pytest.param("qwen3", None, marks=pytest.mark.full),
     pytest.param("mixtral", None, marks=pytest.mark.full),
     pytest.param("odd_experts", None, marks=pytest.mark.full),
+    pytest.param("gpt_oss", None, marks=pytest.mark.full),
 ]
 
 

@@ -44,7 +44,7 @@ def cached(llm: LLM, **more: Any) -> int:
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("qwen3", {}), ("qwen3", {"kv_cache_dtype": "int8"}), ("qwen3", {"kv_cache_dtype": "fp8_e4m3"}), ("qwen3", {"kv_cache_dtype": "bfloat16"}),
+        ("qwen3", {}), ("qwen3", {"kv_cache_dtype": "int8"}), ("qwen3", {"kv_cache_dtype": "int4"}), ("qwen3", {"kv_cache_dtype": "bfloat16"}),
         ("qwen3", {"dtype": "bfloat16"}), ("mistral", {}), ("mixtral", {}), ("qwen3", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
 )  # fmt: skip

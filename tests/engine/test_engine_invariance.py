@@ -136,7 +136,7 @@ def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
 
 
 def test_an_unknown_kv_cache_dtype_is_refused(make_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(UserError, match="kv_cache_dtype' is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
+    with pytest.raises(UserError, match="kv_cache_dtype' is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3, int4"):
         make_llm(kv_cache_dtype="int3")
 
 

@@ -50,7 +50,10 @@ def full(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-OTHERS = full("qwen3", "llama", "mistral", "qwen3_moe", "granite", "smollm3", "phi3", "gemma2", "qwen2_moe", "glm4_moe")
+OTHERS = full(
+    "qwen3", "llama", "mistral", "qwen3_moe", "granite", "smollm3", "phi3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "mixtral", *OTHERS])
@@ -59,7 +62,10 @@ def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architectu
     assert generate(ranks(make_folder(architecture))) == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", *full("qwen3", "mixtral", "granite", "smollm3", "gemma2", "qwen2_moe", "glm4_moe")])
+SUMMED = full("qwen3", "mixtral", "granite", "smollm3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere", "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", *SUMMED])
 def test_two_ranks_that_sum_partial_products_are_within_1e_5_of_one(make_folder, make_llm, ranks, architecture) -> None:
     llm = ranks(make_folder(architecture), deterministic=False)
     found = generate(llm)

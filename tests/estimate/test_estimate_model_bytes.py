@@ -18,4 +18,5 @@ def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
     assert kv_bytes_per_token(qwen, "float32", "bfloat16") == 2 * 28 * 8 * 128 * 2
     for name in ("int8", "fp8_e4m3"):
         assert kv_bytes_per_token(qwen, "bfloat16", name) == 2 * 28 * 8 * (128 + 4)
+    assert kv_bytes_per_token(qwen, "bfloat16", "int4") == 2 * 28 * 8 * (64 + 4)
     assert optimizer_bytes(qwen) == 8 * 596_049_920

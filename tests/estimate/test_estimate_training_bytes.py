@@ -17,6 +17,7 @@ from tandem.estimate.training_bytes import checkpoint_bytes, state_bytes
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.families import gpt_oss
 from tandem.model.initialise import initialise
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
@@ -31,6 +32,10 @@ MODELS = {
     "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, attention_bias=True),
     "qwen3": ModelShapes("qwen3", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=True, qk_norm=True),
     "moe": ModelShapes("qwen3_moe", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, qk_norm=True, experts=ExpertShapes(4, 2, 32)),
+    "gpt-oss": ModelShapes(
+        "gpt_oss", 97, 64, 2, 4, 2, 16, 32, 128, tie_word_embeddings=False, attention_bias=True, output_bias=True, activation="clamped_swiglu",
+        attention_sinks=True, experts=ExpertShapes(2, 1, 32, names=gpt_oss.NAMES, biased=True),
+    ),
 }
 
 

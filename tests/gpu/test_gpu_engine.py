@@ -112,7 +112,7 @@ def test_graphs_are_replayed_and_made_anew_after_an_update(folders: list[Path]) 
     assert [c[0].raw_logprobs for c in updated] == [c[0].raw_logprobs for c in expected]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3", "int4"])
 def test_a_cache_of_codes_changes_no_bit_between_steps_and_chunks(folders: list[Path], kv_cache_dtype: str) -> None:
     expected = generate(llm_of(folders[0], kv_cache_dtype=kv_cache_dtype, async_scheduling=False))
     assert generate(llm_of(folders[0], kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=100)) == expected

@@ -11,6 +11,9 @@ from tandem.layout.shapes import CHOICE_BIAS
 from tandem.model.create_model import create_model
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import read_shapes, read_tensors
+from tandem.runtime.records.metrics import read_rows
+from tandem.text.characters import make_character_tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 STEPS = 10
 
@@ -44,3 +47,29 @@ def test_grpo_trains_a_folder_of_the_family_for_ten_steps_and_generate_reads_the
     assert all(before[name].equal(tensor) for name, tensor in after.items() if name.endswith(CHOICE_BIAS))
     assert main(["generate", str(trained), "--prompt", "12", "--max-tokens", "4", "--temperature", "0"]) in (0, None)
     assert capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_length", [0, 40], ids=["short", "long"])
+def test_engine_and_trainer_of_a_run_have_the_same_longrope_frequencies(max_length: int, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    make_character_tokenizer(NewModelConfig("phi3").characters, folder)
+    factors = {"short_factor": [1.0, 1.1, 1.3, 2.0, 3.0, 5.0], "long_factor": [1.0, 4.0, 9.0, 16.0, 25.0, 60.0]}
+    vocabulary = Tokenizer.from_folder(folder).vocab_size
+    config = AutoConfig.for_model(
+        "phi3", vocab_size=vocabulary, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, original_max_position_embeddings=16, partial_rotary_factor=0.75, tie_word_embeddings=True,
+        rope_scaling={"type": "longrope", **factors}, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    recipe = {
+        "model": {"path": str(folder), "max_length": max_length}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3},
+        "rollout": {"prompts_per_step": 4, "max_tokens": 8}, "algorithm": {"name": "grpo", "group_size": 4, "kl_coef": 0.01, "kl_estimator": "k3"},
+        "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 512}, "run": {"max_steps": 3, "directory": str(tmp_path / "runs")},
+    }  # fmt: skip
+    result = train(recipe, rewards=[early_letters])
+    rows = read_rows(result.directory / "metrics.jsonl")
+    assert len(rows) == 3 and all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in rows)
+    assert read_shapes(Path(result.model)) == read_shapes(folder)

@@ -91,7 +91,7 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     for residual in (x, x.float()):
         normed, total = kernels.add_rms_norm(x, residual, x[0].detach(), 1e-6)
         (normed.sum() + total.sum()).backward()
-    (kernels.silu_mul(x) + kernels.gelu_mul(x)).sum().backward()
+    (kernels.silu_mul(x) + kernels.gelu_mul(x) + kernels.clamped_swiglu_mul(x)).sum().backward()
     x = x.detach()
     logits, ones = torch.zeros(64, 4096), torch.ones(64)
     hidden = x.clone().requires_grad_()
@@ -107,13 +107,17 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     kernels.packed_attention(q.requires_grad_(), k, v, starts, 64, 0.1, None).sum().backward()
     q = q.detach()
     kernels.packed_attention(q.clone().requires_grad_(), k, v, starts, 64, 0.1, 4096, cap=50.0).sum().backward()
-    for stored in (dtype, torch.int8, torch.float8_e4m3fn):
+    sinks = torch.zeros(8, dtype=dtype, requires_grad=True)
+    kernels.packed_attention(q, k, v, starts, 64, 0.1, 4096, sinks=sinks).sum().backward()
+    for stored in (dtype, torch.int8, torch.float8_e4m3fn, torch.uint8):
         (cache,) = empty_cache((64, 2, size), 1, stored, device)
         kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)
         batch = PagedBatch(starts, starts[1:], torch.zeros(1, 32, dtype=torch.int32), positions)
         for splits in (True, False):
             kernels._splits = splits
             kernels.paged_attention(q, cache, batch, 0.1, 4096 if splits else None)
+            if stored == dtype:
+                kernels.paged_attention(q, cache, batch, 0.1, 4096, sinks=sinks)
         one = PagedBatch(starts.clamp(max=1), starts[1:], batch.block_tables, positions[:1])
         kernels.paged_attention(q[:1], cache, one, 0.1, None)
 

@@ -14,8 +14,10 @@ def bounds_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-    """Returns causal attention by its definition, in float64."""
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Returns causal attention by its definition, in float64: a sink is a key that every query sees, with its score and the value 0."""
     parts = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         group = q.shape[1] // k.shape[1]
@@ -24,7 +26,11 @@ def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window:
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)
         hidden = (distance < 0) | (distance >= (window or math.inf))
-        parts.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)), -1)
+            values = torch.cat((values, torch.zeros_like(values[:1])))
+        parts.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values))
     return torch.cat(parts)
 
 
@@ -52,8 +58,9 @@ class Paged:
         self.table = torch.cat([torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2)], 1)
 
     def step(
-        self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor, cap: float | None = None
-    ) -> None:
+        self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor, cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         rows, positions, starts, lengths, slots = [], [], [0], [], []
         for s, count in chunks.items():
             for p in range(self.done[s], self.done[s] + count):
@@ -73,7 +80,7 @@ class Paged:
             torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
             self.tables[list(chunks)].contiguous(), slot,
         )  # fmt: skip
-        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window, cap)
+        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window, cap, sinks)
 
     def left(self, s: int) -> int:
         return self.lengths[s] - self.done[s]

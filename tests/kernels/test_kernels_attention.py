@@ -88,6 +88,46 @@ def test_capped_scores_of_a_long_sequence_have_the_same_bits_on_one_thread_and_i
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "cap"), [(24, 3, 1, None, None), (64, 8, 2, 20, None), (16, 4, 4, 9, 2.0)])
+def test_attention_with_sinks_is_attention_with_the_bits_of_packed_in_any_chunks(
+    kernels: Kernels, size: int, heads: int, kv_heads: int, window: int | None, cap: float | None
+) -> None:
+    q, k, v = make(LENGTHS, size, heads, kv_heads)
+    # One that changes nothing, and one beside which nothing else counts.
+    sinks = torch.randn(heads) * 2
+    sinks[0], sinks[1] = -200.0, 100.0
+    qkv, bounds = (q * 3, k, v), bounds_of(LENGTHS)
+    expected = kernels.packed_attention(*qkv, bounds, max(LENGTHS), 0.3, window, cap=cap, sinks=sinks)
+    true = exact(*qkv, bounds, 0.3, window, cap, sinks)
+    assert (expected - true).norm() / true.norm() < 2e-6
+    without = kernels.packed_attention(*qkv, bounds, max(LENGTHS), 0.3, window, cap=cap)
+    assert torch.allclose(expected[:, 0], without[:, 0], atol=1e-6) and expected[:, 1].abs().max() < 1e-5
+    assert not torch.allclose(expected[:, 2], without[:, 2], atol=1e-2)
+    paged, out = Paged(kernels, LENGTHS, size, kv_heads), torch.full_like(q, math.nan)
+    for chunk in (1, 7, 33, 200):
+        paged.step({s: min(chunk, paged.left(s)) for s in range(len(LENGTHS)) if paged.left(s)}, qkv, 0.3, window, out, cap, sinks)
+    assert torch.equal(out, expected)
+    last = torch.cat([torch.arange(end - min(2, n), end) for n, end in zip(LENGTHS, bounds[1:].tolist(), strict=True)])
+    starts = bounds_of([min(2, n) for n in LENGTHS])
+    assert torch.equal(kernels.packed_attention(qkv[0][last], k, v, bounds, max(LENGTHS), 0.3, window, starts, cap, sinks), expected[last])
+    with pytest.raises((ValueError, RuntimeError)):
+        kernels.packed_attention(*qkv, bounds, max(LENGTHS), 0.3, window, cap=cap, sinks=sinks[1:])
+
+
+def test_sinks_of_a_long_sequence_have_the_same_bits_on_one_thread_and_in_pieces_on_two(cpu_kernels: Kernels) -> None:
+    length, sinks = 1600, torch.randn(4)
+    qkv = make([length], 64, 4, 1)
+    expected = cpu_kernels.packed_attention(*qkv, bounds_of([length]), length, 0.5, None, sinks=sinks)
+    true = exact(*qkv, bounds_of([length]), 0.5, None, None, sinks)
+    assert (expected - true).norm() / true.norm() < 2e-6
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        paged, out = Paged(cpu_kernels, [length], 64, 1), torch.empty_like(qkv[0])
+        for chunk in (length - 3, 1, 2):
+            paged.step({0: chunk}, qkv, 0.5, None, out, None, sinks)
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("window", [None, 530])
 def test_decoding_far_into_a_long_sequence_keeps_the_bits(kernels: Kernels, window: int | None) -> None:
     length = 1100

@@ -188,11 +188,14 @@ def test_every_instruction_set_gives_the_same_bits(
         normed = kernels.rms_norm(kernels.silu_mul(leaves[0]), bias.repeat(2)[:150], 1e-6)
         logprobs = kernels.token_logprobs(leaves[0], leaves[1], targets, 0.8)
         capped = kernels.packed_attention(leaves[3], leaves[4], leaves[4] * 2, bounds, 60, 0.2, 33, cap=0.4)
+        drained = kernels.packed_attention(leaves[3], leaves[4], leaves[4] * 2, bounds, 60, 0.2, 33, sinks=leaves[2][:4])
+        swiglu = kernels.clamped_swiglu_mul(leaves[0] * 5)
         few = kernels.token_logprobs(kernels.gelu_mul(leaves[0]), leaves[1][:, :150], targets, 0.8, 3.0)
         total = logits.square().sum() + mixed.square().sum() + normed.sum() + (logprobs.raw * logprobs.scaled).sum()
-        total = total + capped.square().sum() + (few.raw * few.scaled).sum()
+        total = total + capped.square().sum() + drained.square().sum() + swiglu.sum() + (few.raw * few.scaled).sum()
         drawn = kernels.sample_rows(logits.detach(), *settings, torch.linspace(0, 0.99, 75).double())
-        return [logits, wide, mixed, normed, *logprobs[:3], capped, *few[:3], kernels.soft_cap(x, 2.0), *drawn, *torch.autograd.grad(total, leaves)]
+        added = [capped, drained, swiglu]
+        return [logits, wide, mixed, normed, *logprobs[:3], *added, *few[:3], kernels.soft_cap(x, 2.0), *drawn, *torch.autograd.grad(total, leaves)]
 
     for ours, theirs in zip(results(here), results(other), strict=True):
         assert torch.equal(ours, theirs)

@@ -1,11 +1,13 @@
 """Values and gradients of every kernel against its definition in float64, written with torch operations."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
+from paged_sequences import exact as attended
 from torch import Tensor
 
 from tandem.kernels import Kernels
@@ -94,6 +96,26 @@ def test_norms(kernels: Kernels, rows: int, width: int) -> None:
     )  # fmt: skip
 
 
+def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-5) * weight.repeat(len(x) // len(weight.view(-1, x.shape[-1])), 1).view(x.shape)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 99), (300, 128)])
+def test_norms_of_centred_rows_are_layer_norm_without_a_bias(kernels: Kernels, rows: int, width: int) -> None:
+    x, residual, weight = torch.randn(rows, width) + 3, torch.randn(rows, width), torch.rand(width)
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-5, True), layer_norm, x, weight)
+    check(
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5, True), lambda x, r, w: (layer_norm(x + r, w), x + r), x, residual, weight
+    )  # fmt: skip
+
+
+def test_rows_of_norms_take_turns_with_the_weights_of_their_groups(kernels: Kernels) -> None:
+    x, weight = torch.randn(3 * 130, 32) + 1, torch.rand(3, 32)
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-5, True), layer_norm, x, weight)
+    each = [kernels.rms_norm(x[group::3].contiguous(), own, 1e-5) for group, own in enumerate(weight)]
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), torch.stack(each, 1).view(x.shape))
+
+
 def test_the_sum_alone_carries_a_gradient(kernels: Kernels) -> None:
     check(
         lambda x, r, w: (kernels.add_rms_norm(x, r, w, 1e-6)[1] + w.sum() * 0,), lambda x, r, w: (x + r + w.sum() * 0,),
@@ -126,6 +148,28 @@ def test_gelu_mul_of_large_inputs_is_finite_and_so_are_its_gradients(kernels: Ke
     assert torch.allclose(out[:, 0], F.gelu(gates, approximate="tanh"), atol=1e-30)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.allclose(grad[:, 0], torch.tensor([0.0, 0, 0, 1, 1]), atol=1e-20)
+
+
+@pytest.mark.parametrize("width", [2, 30, 514])
+def test_clamped_swiglu_mul(kernels: Kernels, width: int) -> None:
+    def exact(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+    check(kernels.clamped_swiglu_mul, exact, torch.randn(77, width) * 4)
+
+
+def test_clamped_swiglu_mul_of_large_inputs_is_finite_and_so_are_its_gradients(kernels: Kernels) -> None:
+    gates, ups = torch.tensor([-300.0, -30.0, 6.9, 7.1, 300.0, 1.0, 1.0]), torch.tensor([1.0, 1, 1, 1, 1, -300, 300])
+    x = torch.stack([gates, ups], 1).requires_grad_()
+    out, one = kernels.clamped_swiglu_mul(x), 1 / (1 + math.exp(-1.702))
+    at_most = 7 / (1 + math.exp(-1.702 * 7))
+    assert torch.allclose(out[:, 0], torch.tensor([0, 0, 13.8, 2 * at_most, 2 * at_most, -6 * one, 8 * one]), atol=2e-4)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.isfinite().all()
+    assert [g != 0 for g in grad[2:, 0].tolist()] == [True, False, False, True, True]
+    assert [g != 0 for g in grad[2:, 1].tolist()] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("width", [3, 99])
@@ -194,6 +238,16 @@ def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "cap"), [(32, 4, 2, None, None), (24, 3, 1, 9, None), (6, 7, 1, 9, 1.5)])
+def test_packed_attention_with_sinks(kernels: Kernels, size: int, heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
+    cu_seqlens = torch.tensor([0, 1, 40, 40, 104, 170], dtype=torch.int32)
+    check(
+        lambda q, k, v, sinks: kernels.packed_attention(q, k, v, cu_seqlens, 66, 0.3, window, cap=cap, sinks=sinks),
+        lambda q, k, v, sinks: attended(q, k, v, cu_seqlens, 0.3, window, cap, sinks),
+        torch.randn(170, heads, size), torch.randn(170, kv_heads, size), torch.randn(170, kv_heads, size), torch.randn(heads) * 2,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (600, None), (600, 2.0)])
 def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: int | None, cap: float | None) -> None:
     tokens, cu_seqlens = 1100, torch.tensor([0, 1100], dtype=torch.int32)  # three spans, each with its own task
@@ -214,11 +268,12 @@ def test_attention_gradients_do_not_depend_on_the_thread_count_or_on_neighbours(
     lengths, window = [2100, 70, 600], 900
     bounds = torch.tensor([0, 2100, 2170, 2770], dtype=torch.int32)
     heads = [torch.randn(sum(lengths), count, 16, requires_grad=True) for count in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True)
     grad = torch.randn(sum(lengths), 4, 16)
 
     def gradients(inputs: list[Tensor], cu_seqlens: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        out = cpu_kernels.packed_attention(*inputs, cu_seqlens, 2100, 0.25, window)
-        return torch.autograd.grad(out, inputs, grad)
+        out = cpu_kernels.packed_attention(*inputs, cu_seqlens, 2100, 0.25, window, sinks=sinks)
+        return torch.autograd.grad(out, [*inputs, sinks], grad)
 
     found = []
     for threads in (1, 2):
@@ -226,7 +281,7 @@ def test_attention_gradients_do_not_depend_on_the_thread_count_or_on_neighbours(
         found.append(gradients(heads, bounds, grad))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     alone = gradients([x[:2100].detach().requires_grad_() for x in heads], torch.tensor([0, 2100], dtype=torch.int32), grad[:2100])
-    assert all(torch.equal(one, both[:2100]) for one, both in zip(alone, found[0], strict=True))
+    assert all(torch.equal(one, both[:2100]) for one, both in zip(alone[:3], found[0][:3], strict=True))
 
 
 @pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (1.0, 2.0), (0.7, 2.0)])
@@ -256,7 +311,8 @@ def test_the_path_of_truth_passes_gradcheck() -> None:
     def network(qkv: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
         table = torch.linspace(-1, 1, 32).view(8, 4)
         q, k, v = kernels.rope(qkv, torch.arange(8), table, (2, 1, 4), norm, norm, 1e-6)
-        mixed = kernels.gelu_mul(kernels.packed_attention(q, k, v, bounds, 5, 0.5, 3, cap=1.5).flatten(1).repeat(1, 2))
+        mixed = kernels.gelu_mul(kernels.packed_attention(q, k, v, bounds, 5, 0.5, 3, cap=1.5, sinks=norm[:2]).flatten(1).repeat(1, 2))
+        mixed = mixed + kernels.clamped_swiglu_mul(mixed.repeat(1, 2) * 9)
         normed, total = kernels.add_rms_norm(mixed, kernels.linear(mixed, weight, None), norm.repeat(2), 1e-6)
         logprobs = kernels.token_logprobs(normed + total, weight[:5], targets, 0.8, 3.0)
         return logprobs.raw + 2 * logprobs.scaled
@@ -281,9 +337,11 @@ def test_a_nan_is_never_hidden(kernels: Kernels) -> None:
         kernels.rms_norm(x, torch.ones(32), 1e-6),
         kernels.silu_mul(x),
         kernels.gelu_mul(x),
+        kernels.clamped_swiglu_mul(x),
         kernels.soft_cap(x, 2.0),
         kernels.logits_logprobs(x, torch.zeros(3).long()).unsqueeze(1),
         kernels.packed_attention(heads, heads, heads, bounds, 2, 1.0, None).flatten(1),
+        kernels.packed_attention(heads, heads, heads, bounds, 2, 1.0, None, sinks=torch.ones(heads.shape[1])).flatten(1),
     ):
         assert not out[0].isnan().any()
         assert out[1].isnan().any()

@@ -57,6 +57,8 @@ def test_the_gated_mlp_has_the_bits_of_its_parts(kernels: Kernels, hidden: int, 
     assert whole(x[:0]).shape == (0, hidden)
     parts = kernels.linear(kernels.gelu_mul(kernels.linear(x, gate_up, gate_up_bias)), down, down_bias)
     assert torch.equal(kernels.gated_mlp_packed(x, packed[0], gate_up_bias, packed[1], down_bias, "gelu_pytorch_tanh"), parts)
+    parts = kernels.linear(kernels.clamped_swiglu_mul(kernels.linear(x, gate_up, gate_up_bias)), down, down_bias)
+    assert torch.equal(kernels.gated_mlp_packed(x, packed[0], gate_up_bias, packed[1], down_bias, "clamped_swiglu"), parts)
 
 
 @pytest.mark.parametrize(("columns", "width"), SHAPES)
@@ -104,8 +106,11 @@ def test_row_kernels_give_a_row_the_same_bits_in_any_batch(kernels: Kernels, wid
     ops: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda rows: kernels.rms_norm(rows, weight, 1e-6),
         "add_rms_norm": lambda rows: torch.cat(kernels.add_rms_norm(rows, rows.flip(1), weight, 1e-6), 1),
+        "norm of centred rows": lambda rows: kernels.rms_norm(rows, weight, 1e-6, True),
+        "norm of centred sums": lambda rows: torch.cat(kernels.add_rms_norm(rows, rows.flip(1), weight, 1e-6, True), 1),
         "silu_mul": lambda rows: kernels.silu_mul(rows[:, :even].contiguous()),
         "gelu_mul": lambda rows: kernels.gelu_mul(rows[:, :even].contiguous()),
+        "clamped_swiglu_mul": lambda rows: kernels.clamped_swiglu_mul(rows[:, :even].contiguous()),
         "soft_cap": lambda rows: kernels.soft_cap(rows, 2.5),
         "logits_logprobs": lambda rows: kernels.logits_logprobs(rows, targets[: len(rows)] * 0 + 3),
         "token_logprobs": lambda rows: torch.stack(

@@ -1,4 +1,4 @@
-"""A cache of 8 or 16 bits: the values it returns, and the same bits from both sets of kernels, packed and paged."""
+"""A cache of 4, 8 or 16 bits: the values it returns, and the same bits from both sets of kernels, packed and paged."""
 
 import math
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from tandem.kernels import Kernels, KVLayer, empty_cache, select, stored_dtype
 from tandem.types.kv_cache import KVCacheDtype
 
-DTYPES: list[KVCacheDtype] = ["bfloat16", "int8", "fp8_e4m3"]
-SCALED: list[KVCacheDtype] = ["int8", "fp8_e4m3"]
+DTYPES: list[KVCacheDtype] = ["bfloat16", "int8", "fp8_e4m3", "int4"]
+SCALED: list[KVCacheDtype] = ["int8", "fp8_e4m3", "int4"]
 
 
 def heads_of_all_sizes(size: int) -> Tensor:
@@ -32,10 +32,11 @@ def test_both_sets_of_kernels_round_to_the_same_bits(name: KVCacheDtype, size: i
     assert torch.equal(ours.view(torch.int32), plain.view(torch.int32))
 
 
-def test_a_code_of_8_bits_is_the_nearest_of_its_256_numbers(kernels: Kernels) -> None:
+def test_a_code_is_the_nearest_of_its_numbers(kernels: Kernels) -> None:
     x = torch.randn(50, 2, 32) * torch.rand(50, 1, 1) * 30
     x[:, :, 0] = x.abs().amax(-1)
-    tables = {torch.int8: torch.arange(-127.0, 128.0), torch.float8_e4m3fn: torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()}
+    of_fp8 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    tables = {torch.uint8: torch.arange(-7.0, 8.0), torch.int8: torch.arange(-127.0, 128.0), torch.float8_e4m3fn: of_fp8}
     for dtype, table in tables.items():
         table = table[table.isfinite()]
         scale = x.abs().amax(-1, keepdim=True).double() / table.max().double()

@@ -87,15 +87,21 @@ def test_rows_of_norms_gates_and_logprobs_are_right_and_keep_their_bits(width: i
     normed, total = KERNELS.add_rms_norm(x, other, weight, 1e-6)
     assert torch.equal(total, x + other)
     assert torch.equal(normed, KERNELS.rms_norm(x + other, weight, 1e-6))
+    of_groups = torch.rand(4, width)
+    assert error(KERNELS.rms_norm(x, of_groups, 1e-6, True), TRUTH.rms_norm(wide, of_groups.double(), 1e-6, True)) < 1e-6
+    assert torch.equal(KERNELS.add_rms_norm(x, other, weight, 1e-6, True)[0], KERNELS.rms_norm(x + other, weight, 1e-6, True))
     even = width // 2 * 2
     assert error(KERNELS.silu_mul(x[:, :even].contiguous()), TRUTH.silu_mul(wide[:, :even])) < 1e-6
     assert error(KERNELS.gelu_mul(x[:, :even].contiguous()), TRUTH.gelu_mul(wide[:, :even])) < 1e-6
+    assert error(KERNELS.clamped_swiglu_mul(x[:, :even].contiguous() * 2), TRUTH.clamped_swiglu_mul(wide[:, :even] * 2)) < 1e-6
     assert error(KERNELS.soft_cap(x, 2.5), TRUTH.soft_cap(wide, 2.5)) < 1e-6
     assert (KERNELS.logits_logprobs(x, target) - wide.log_softmax(-1)[:, 3]).abs().max() < 1e-5
     for op in (
         lambda rows: KERNELS.rms_norm(rows, weight, 1e-6),
+        lambda rows: KERNELS.rms_norm(rows, weight, 1e-6, True),
         lambda rows: KERNELS.silu_mul(rows[:, :even].contiguous()),
         lambda rows: KERNELS.gelu_mul(rows[:, :even].contiguous()),
+        lambda rows: KERNELS.clamped_swiglu_mul(rows[:, :even].contiguous()),
         lambda rows: KERNELS.soft_cap(rows, 2.5),
         lambda rows: KERNELS.logits_logprobs(rows, target[: len(rows)]),
     ):
@@ -144,6 +150,7 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
     rows, width, heads = 9, 24, (3, 1, 16)
     x, residual, weight, qkv = torch.randn(rows, width), torch.randn(rows, width), torch.rand(width), torch.randn(rows, 5 * 16)
     table, positions = torch.randn(40, 16), torch.arange(rows) * 3 % 7
+    scales = torch.tensor([[1.0], [2.0], [0.5]])
     shares = [torch.randn(shape) for shape in ((rows, width), (rows, width), (rows, width // 2), (rows, 3, 16), (rows, 1, 16), (rows, 1, 16))]
     found = []
     for kernels, dtypes in ((KERNELS, (narrow, torch.float32)), (TRUTH, (torch.float64, torch.float64))):
@@ -153,8 +160,8 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
             for value, kind in ((x, 0), (residual, 1), (weight, 1), (qkv, 0))
         )  # fmt: skip
         normed, total = kernels.add_rms_norm(a, b, c, 1e-6)
-        alone = kernels.rms_norm(b, c, 1e-6)
-        gated = kernels.silu_mul(a) + kernels.gelu_mul(a) + kernels.soft_cap(a, 1.5)[:, : width // 2]
+        alone = kernels.rms_norm(b, c, 1e-6) + kernels.rms_norm(b, c.expand(3, -1) * scales.to(c.dtype), 1e-6, True)
+        gated = kernels.silu_mul(a) + kernels.gelu_mul(a) + kernels.clamped_swiglu_mul(a * 5) + kernels.soft_cap(a, 1.5)[:, : width // 2]
         turned = kernels.rope(d, positions, table, heads, None, None, 1e-6)
         assert normed.dtype == total.dtype == dtypes[1] and gated.dtype == turned[0].dtype == dtypes[0]
         outputs = (normed + alone, total, gated, *turned)
@@ -173,10 +180,10 @@ def _numbers() -> torch.Generator:
 @pytest.mark.parametrize(("heads", "kv_heads", "window", "cap"), [(3, 1, None, None), (2, 2, 9, None), (3, 1, 30, 1.5)])
 def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
     lengths, grads = [1, 75, 20], []
-    qkv, weights = make(lengths, 24, heads, kv_heads), torch.randn(96, heads, 24)
+    qkv, weights = (*make(lengths, 24, heads, kv_heads), torch.randn(heads)), torch.randn(96, heads, 24)
     for attend, dtype in (
-        (lambda q, k, v: KERNELS.packed_attention(q, k, v, bounds_of(lengths), 75, 0.2, window, cap=cap), torch.float32),
-        (lambda q, k, v: exact(q, k, v, bounds_of(lengths), 0.2, window, cap), torch.float64),
+        (lambda q, k, v, sinks: KERNELS.packed_attention(q, k, v, bounds_of(lengths), 75, 0.2, window, cap=cap, sinks=sinks), torch.float32),
+        (lambda q, k, v, sinks: exact(q, k, v, bounds_of(lengths), 0.2, window, cap, sinks), torch.float64),
     ):
         given = [x.detach().to(dtype, copy=True).requires_grad_() for x in qkv]
         (attend(*given) * weights).sum().backward()
@@ -186,23 +193,27 @@ def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int
         assert error(ours, theirs) < 1e-6
 
 
-CASES = [(24, 3, 1, 20, None), pytest.param(80, 4, 2, None, None, marks=pytest.mark.full), pytest.param(16, 2, 1, None, 1.5, marks=pytest.mark.full)]
+CASES = [
+    (24, 3, 1, 20, None, True), pytest.param(80, 4, 2, None, None, False, marks=pytest.mark.full),
+    pytest.param(16, 2, 1, None, 1.5, True, marks=pytest.mark.full), pytest.param(24, 3, 1, 20, None, False, marks=pytest.mark.full),
+]  # fmt: skip
 LENGTHS = [1, 12, 100]
 
 
-@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "cap"), CASES)
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "cap", "has_sinks"), CASES)
 def test_attention_is_attention_and_decoding_chunks_and_whole_prompts_have_the_same_bits(
-    size: int, heads: int, kv_heads: int, window: int | None, cap: float | None
+    size: int, heads: int, kv_heads: int, window: int | None, cap: float | None, has_sinks: bool
 ) -> None:
+    sinks = torch.randn(heads) if has_sinks else None
     qkv = make(LENGTHS, size, heads, kv_heads)
-    expected = exact(*qkv, bounds_of(LENGTHS), size**-0.5, window, cap)
-    whole = KERNELS.packed_attention(*qkv, bounds_of(LENGTHS), max(LENGTHS), size**-0.5, window, cap=cap)
+    expected = exact(*qkv, bounds_of(LENGTHS), size**-0.5, window, cap, sinks)
+    whole = KERNELS.packed_attention(*qkv, bounds_of(LENGTHS), max(LENGTHS), size**-0.5, window, cap=cap, sinks=sinks)
     assert error(whole, expected) < 1e-6
     for splits in (True, False):
         paged, out = Paged(interpreted(splits), LENGTHS, size, kv_heads), torch.full_like(qkv[0], math.nan)
         # The second split begins at 64. The last steps have one token per sequence.
         for chunks in ({1: 9, 2: 63}, {0: 1, 2: 1, 1: 1}, {1: 1, 2: 34}, {1: 1, 2: 1}, {2: 1}):
-            paged.step(chunks, qkv, size**-0.5, window, out, cap)
+            paged.step(chunks, qkv, size**-0.5, window, out, cap, sinks)
         assert torch.equal(out, whole), splits
 
 
@@ -254,7 +265,7 @@ def test_rope_is_the_references_and_gives_a_token_the_same_bits_in_any_batch(siz
     assert rows_that_differ(op, qkv) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_the_cache_holds_the_codes_that_the_house_defines_and_attention_sees_what_they_say(dtype: torch.dtype) -> None:
     heads, size, tokens = (4, 2, 16), 16, 37
     qkv, table = torch.randn(tokens, 8 * size) * torch.logspace(-9, 3, tokens).unsqueeze(1), torch.randn(64, size)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, select, stored_dtype
+from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, empty_latent_cache, select, stored_dtype
 from tandem.model.decoder import Decoder, PackedContext, PagedContext
 from tandem.types import UserError
 
@@ -86,7 +86,10 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         tables = torch.randperm(count, generator=generator)[: count - 3].view(len(sequences), -1).to(torch.int32)
         dtype, device = decoder.embed_tokens.dtype, decoder.embed_tokens.device
         stored = stored_dtype(decoder.kv_cache_dtype, dtype)
-        caches = empty_cache((count, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, stored, device)
+        layers, heads = shapes.num_hidden_layers, (shapes.num_key_value_heads, shapes.head_dim)
+        caches: Any = empty_cache((count, *heads), layers, stored, device)
+        if shapes.latent is not None:
+            caches = empty_latent_cache(count, shapes.latent.cached_size, layers, stored, device)
         for cache in caches:
             # The content of a block before it is written must not matter.
             for tensor in cache.tensors():

@@ -14,7 +14,7 @@ BASE = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 80,
 }  # fmt: skip
-WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
 
 
 def read(folder, **changes) -> ModelShapes:
@@ -31,14 +31,34 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     peer = AutoConfig.from_pretrained(tmp_path)
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
     assert shapes.max_position_embeddings == peer.max_position_embeddings
-    assert shapes.rms_norm_eps == peer.rms_norm_eps
+    assert shapes.rms_norm_eps == getattr(peer, all_families()[model_type].norm_eps_key)
     assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
-    window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text") else None
-    expected = (4096, None, 4096) if model_type == "gemma2" else () if window is None else (window,) * 3
+    window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text", "cohere2") else None
+    alternating = {"gemma2": (4096, None, 4096), "gpt_oss": (128, None, 128)}
+    expected = alternating.get(model_type, () if window is None else (window,) * 3)
     assert shapes.layer_windows == expected
-    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4"), False)
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4", "gpt_oss"), False)
     assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"rope_theta": 5e5}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}], ids=str)
+def test_the_rotary_embedding_of_gpt_oss_is_that_of_transformers(keys, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="gpt_oss", **keys)
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert (shapes.rope_theta, shapes.rope_scaling.kind) == (theirs["rope_theta"], theirs["rope_type"])
+    for name in ("factor", "original_max_position_embeddings", "truncate") if theirs["rope_type"] == "yarn" else ():
+        assert getattr(shapes.rope_scaling, name) == theirs[name]
+
+
+def test_another_bound_of_the_gate_of_gpt_oss_is_refused(tmp_path) -> None:
+    assert read(tmp_path, model_type="gpt_oss", swiglu_limit=7) == read(tmp_path, model_type="gpt_oss")
+    with pytest.raises(UserError, match=r"has swiglu_limit 5.0; only 7.0 is supported"):
+        read(tmp_path, model_type="gpt_oss", swiglu_limit=5.0)
+    with pytest.raises(UserError, match=r"has swiglu_limit 7.0; a qwen3 model here has no such term"):
+        read(tmp_path, swiglu_limit=7.0)
 
 
 @pytest.mark.parametrize("keys", [{}, {"sliding_window": 16}, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 2}], ids=str)
@@ -188,6 +208,11 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
         ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
+        ({"model_type": "cohere", "logit_scale": 0}, ["logit_scale 0", "above 0"]),
+        ({"model_type": "cohere", "use_parallel_block": False}, ["use_parallel_block False", "True"]),
+        ({"model_type": "cohere2", "use_qk_norm": True}, ["use_qk_norm True", "cohere2 model"]),
+        ({"model_type": "cohere2", "head_dim": 32}, ["head_dim 32", "hidden_size"]),
+        ({"model_type": "cohere2", "sliding_window": None}, ["sliding_window None", "number of tokens"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),
         ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
@@ -203,7 +228,10 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5", "at most 1"]),
         ({"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.2}, ["rotary_fraction 0.2 of 16 numbers is 3", "even"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "short_factor None", "list of numbers"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1, 2], "long_factor": [1] * 6}}, ["short_factors", "are 2", "128 rotated", "need 64"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 6, "long_factor": [1] * 6}}, ["short_factor [0, 0", "above 0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "long_factor": [1] * 6}}, ["long_factor", "not supported"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor", "'2'"]),

@@ -96,7 +96,7 @@ def test_class_names_are_those_of_transformers(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_every_family_is_created_from_a_recipe(model_type: str, tmp_path: Path) -> None:
     experts = {"num_experts": 4} if all_families()[model_type].experts else {}
-    create_model(NewModelConfig(model_type, hidden_size=32, intermediate_size=48, **experts), 0, tmp_path / "model")
+    create_model(NewModelConfig(model_type, hidden_size=32, head_dim=8, intermediate_size=48, **experts), 0, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == model_type
     load_model(tmp_path / "model", select("reference"))
 

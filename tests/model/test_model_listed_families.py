@@ -1,5 +1,6 @@
 """Every family that is listed in ``tandem.model.families``, against transformers on a tiny random folder of its shape: a new family passes by a row here."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.backends.megatron.model_check import missing_block
+from tandem.backends.vllm.model_check import check_model
 from tandem.config.lora import LINEAR_MODULES, LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.engine.llm import LLM
@@ -36,8 +38,21 @@ from tandem.planner.model_sizes import read_model_sizes
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
 
+LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4, "attention_bias": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 TINY: dict[str, dict[str, Any]] = {
+    "cohere": {"head_dim": 16, "use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 9, "logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "deepseek_v2": {
+        **LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {
+        **LATENT, "num_hidden_layers": 3, "q_lora_rank": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "rope_parameters": YARN,
+    },
     "gemma": {"head_dim": 16, "attention_bias": True},
     "gemma2": {
         "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -54,6 +69,10 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True, "head_dim": 16,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 3, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
     },
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 0.8, "attention_bias": True,
@@ -76,7 +95,7 @@ TINY: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
-BY_OTHERS = ("gemma", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "qwen2_moe", "qwen3")
+BY_OTHERS = ("cohere2", "deepseek_v2", "gemma", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """Families whose terms are all in others, so that ``make test`` leaves them out."""
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
@@ -118,6 +137,8 @@ def peer_logits(peer: Any) -> Tensor:
 
 def exact_norm(module: Any, hidden: Tensor) -> Tensor:
     """The norm without the rounding to fp32 in transformers."""
+    if type(module).__name__.endswith("LayerNorm"):
+        return module.weight * nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=module.variance_epsilon)
     if type(module).__name__.startswith("Gemma"):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + module.weight, module.eps)
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
@@ -147,6 +168,23 @@ def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, T
     return logits, gates / (gates.sum(-1, keepdim=True) + 1e-20) * module.routed_scaling_factor, experts
 
 
+def exact_group_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The router of DeepSeek-V2 without the rounding to fp32 in transformers."""
+    logits = nn.functional.linear(hidden.view(-1, hidden.shape[-1]), module.weight)
+    by_group = logits.softmax(-1).view(len(logits), module.num_group, -1)
+    groups = by_group.amax(-1).topk(module.topk_group, dim=-1).indices
+    allowed = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, groups, True)
+    gates, experts = by_group.masked_fill(~allowed.unsqueeze(-1), 0.0).flatten(1).topk(module.top_k, dim=-1)
+    return logits, gates * module.routed_scaling_factor, experts
+
+
+def exact_rotation(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation of DeepSeek-V2 without the rounding to fp32 in transformers."""
+    both = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * freqs_cis.unsqueeze(1).to(torch.complex128) for x in (q, k))
+    q, k = (torch.view_as_real(x).flatten(3) for x in both)
+    return q, k
+
+
 def test_every_listed_family_has_a_row() -> None:
     assert sorted(TINY) == sorted(all_families())
 
@@ -160,6 +198,21 @@ def test_logits_are_those_of_transformers(tiny: Tiny, kernels_name: Literal["ref
     assert (plain - theirs).abs().max() < 1e-4
     decoder.pack()
     assert torch.equal(logits_of(decoder), plain)
+
+
+@pytest.mark.full
+def test_logits_in_bf16_are_as_near_to_those_in_fp32_as_transformers_own(tiny: Tiny, record_property: Callable[[str, object], None]) -> None:
+    """Prints the differences to transformers, relative to the norm of its logits in fp32."""
+    exact = peer_logits(tiny.peer)
+    away = lambda logits: float((logits.float() - exact).norm() / exact.norm())
+    theirs = away(peer_logits(copy.deepcopy(tiny.peer).to(torch.bfloat16)))
+    differences = {}
+    for precision in ("fp32", "bf16"):
+        kernels = in_precision(select("cpu"), precision, torch.device("cpu"))  # type: ignore[arg-type]
+        differences[precision] = away(logits_of(load_model(tiny.folder, kernels)))
+        record_property(precision, differences[precision])
+        print(f"{tiny.family}, {precision}: {differences[precision]:.1e} from transformers in fp32, which is {theirs:.1e} from itself in bf16")
+    assert differences["fp32"] < 1e-5 and differences["bf16"] < 1.5 * theirs
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -195,12 +248,15 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
 ) -> None:
     peer = peer_model(tiny.family, vocab_size=40, **TINY[tiny.family]).double()
     for module in peer.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
             monkeypatch.setattr(type(module), "forward", exact_norm)
-        if type(module).__name__.endswith("TopKRouter"):
+        # That of gpt-oss computes in the dtype of its inputs.
+        if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
             monkeypatch.setattr(type(module), "forward", exact_router)
         if type(module).__name__.endswith("TopkRouter"):
-            monkeypatch.setattr(type(module), "forward", exact_sigmoid_router)
+            is_v2 = type(module).__name__.startswith("DeepseekV2")
+            monkeypatch.setattr(type(module), "forward", exact_group_router if is_v2 else exact_sigmoid_router)
+    monkeypatch.setattr("transformers.models.deepseek_v2.modeling_deepseek_v2.apply_rotary_emb", exact_rotation)
     peer.set_experts_implementation("eager")
     monkeypatch.setattr(nn.functional, "softmax", exact_softmax)
     decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)
@@ -231,6 +287,8 @@ def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny
     from transformers import AutoModelForCausalLM
 
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
+    if all_families()[tiny.family].latent is not None:
+        modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
     decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, alpha=6.0, target_modules=modules))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -270,21 +328,23 @@ def test_calibration_computes_what_the_decoder_computes(tiny: Tiny) -> None:
         chunk = chunk._replace(residual=inputs_of(decoder, index, END, chunk))
     with torch.no_grad():
         norm = factor_of_norm(decoder.norm.weight, decoder.shapes.norms_from_one)
-        hidden = decoder.kernels.rms_norm(chunk.residual, norm, decoder.shapes.rms_norm_eps)
+        hidden = decoder.kernels.rms_norm(chunk.residual, norm, decoder.shapes.rms_norm_eps, decoder.shapes.centred_norms)
         assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
 
 
-@pytest.mark.parametrize("method", ["int8", "gptq"])
+@pytest.mark.parametrize("method", ["int8", "gptq", "awq"])
 def test_a_quantized_folder_is_near_to_the_float_one(tiny: Tiny, method: Method, tmp_path: Path) -> None:
     decoder = load_model(tiny.folder, select("reference"))
     if decoder.shapes.experts is not None or all_families()[tiny.family].stacked:
         pytest.skip("a mixture of experts and stacked matrices are quantized only when they are loaded")
+    if method == "awq" and not decoder.shapes.parallel_blocks:
+        pytest.skip("AWQ of blocks one behind the other has tests of its own")
     quantize_folder(tiny.folder, tmp_path / method, QuantizeOptions(method, group_size=0), select("reference"), SEQUENCES[::2] * 4, lambda done, of: None)
     stored = read_format(tmp_path / method)
     assert stored is not None
     exact, quantized = logits_of(decoder), logits_of(load_quantized(tmp_path / method, stored, select("reference")))
     # Relative to the spread of the logits: 8 bits, and 4 bits of weights that have no structure to lose.
-    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4}[method]
+    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4, "awq": 0.4}[method]
 
 
 def test_a_conversion_to_megatron_and_back_has_the_same_file_or_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
@@ -333,6 +393,13 @@ def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., An
     with pytest.raises(UserError, match="is a phi3 model, whose folder stacks matrices; quantize it when it is loaded"):
         peer_model("phi3").save_pretrained(tmp_path / "good")
         quantize_folder(tmp_path / "good", tmp_path / "int8", QuantizeOptions("int8"), select("reference"), [], lambda done, of: None)
+
+
+def test_vllm_is_refused_for_a_folder_with_other_names(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer_model("gpt_oss", **TINY["gpt_oss"]).save_pretrained(tmp_path)
+    recipe: Any = None
+    with pytest.raises(UserError, match=r"is a gpt_oss, whose folder names tensors otherwise than published weights do; set rollout\.backend to tandem"):
+        check_model(read_model_sizes(tmp_path), "cpu", recipe)
 
 
 def test_the_document_has_the_table_of_the_declarations() -> None:

@@ -33,6 +33,9 @@ GEMMA = ModelShapes(
     "gemma3_text", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True, post_norms=True, layer_windows=(9, None, 9), activation="gelu_pytorch_tanh",
     norms_from_one=True, scaled_embedding=True, score_cap=2.0, logit_cap=3.0,
 )
+COHERE = ModelShapes(
+    "cohere", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True, qk_norm_by_head=True, centred_norms=True, parallel_blocks=True, rotary_interleaved=True
+)
 LENGTHS = (23, 1, 40, 9)
 
 
@@ -50,7 +53,7 @@ def gradients(model, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL, OLMO3, GRANITE, GEMMA], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL, OLMO3, GRANITE, GEMMA, COHERE], ids=lambda s: s.architecture)
 def test_recomputed_gradients_have_the_same_bits(kernels, shapes, recompute) -> None:
     model = Decoder(shapes, kernels)
     initialise(model, 0, 0.2)

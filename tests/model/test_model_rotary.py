@@ -30,7 +30,7 @@ def test_table_has_the_bits_of_transformers(rope, theta, peer_model, tmp_path) -
         "llama", head_dim=32, max_position_embeddings=4096, rope_parameters={**ROPES[rope], "rope_theta": theta}
     )
     peer.config.save_pretrained(tmp_path)
-    table = rotary_tables(read_shapes(tmp_path))[0]
+    table = rotary_tables(read_shapes(tmp_path), 1)[0]
     cos, sin = peer.model.rotary_emb(torch.zeros(1), torch.arange(4096).unsqueeze(0))
     assert table.shape == (4096, 32) and table.dtype == torch.float32
     assert torch.equal(table[:, :16], cos[0, :, :16])
@@ -44,6 +44,6 @@ def test_table_does_not_depend_on_the_thread_count(tmp_path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = read_shapes(tmp_path)
-    one = rotary_tables(shapes)[0]
+    one = rotary_tables(shapes, 1)[0]
     torch.set_num_threads(2)
-    assert torch.equal(one, rotary_tables(shapes)[0])
+    assert torch.equal(one, rotary_tables(shapes, 1)[0])

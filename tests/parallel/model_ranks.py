@@ -11,11 +11,12 @@ from ranks import RankContext
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.mesh import GroupName
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, parameters
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, SoftmaxRouting, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.families import qwen2_moe
+from tandem.model.families import gpt_oss, qwen2_moe
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.losses.aggregate import counts_of
@@ -39,6 +40,19 @@ GLM4_MOE = ModelShapes(
     "glm4_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, rotary_fraction=0.5,
     experts=ExpertShapes(8, 3, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(4, 2, 1.7)),
 )
+GPT_OSS = ModelShapes(
+    "gpt_oss", 43, 32, 2, 4, 2, 16, 48, 128, False, attention_bias=True, output_bias=True, activation="clamped_swiglu", attention_sinks=True,
+    layer_windows=(5, None), experts=ExpertShapes(6, 2, 48, names=gpt_oss.NAMES, biased=True),
+)
+DEEPSEEK_V3 = ModelShapes(
+    "deepseek_v3", 43, 32, 2, 4, 4, 20, 48, 128, False, attention_bias=True, output_bias=True, latent=LatentAttention(20, 12, 8, 10, 16),
+    rotary_interleaved=True, rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3),
+    experts=ExpertShapes(8, 3, 24, dense_layers=(0,), shared_intermediate_size=24, sigmoid=SigmoidRouting(4, 2, 1.7)),
+)
+DEEPSEEK_V2 = ModelShapes(
+    "deepseek_v2", 43, 32, 2, 4, 4, 20, 48, 128, False, latent=LatentAttention(20, 12, 8, 10), rotary_interleaved=True,
+    experts=ExpertShapes(8, 3, 24, normalised=False, dense_layers=(0,), shared_intermediate_size=24, softmax=SoftmaxRouting(4, 2, 1.7)),
+)
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)
 """With norms after attention and MLP too, so that both happen to what ranks have summed."""
@@ -49,6 +63,11 @@ GEMMA = ModelShapes(
     activation="gelu_pytorch_tanh", norms_from_one=True, scaled_embedding=True, score_cap=2.0, logit_cap=3.0, multipliers=Multipliers(attention=0.4),
 )
 """With all terms of Gemma 2 and 3."""
+COHERE = ModelShapes(
+    "cohere", 43, 32, 2, 4, 2, 16, 48, 128, True, attention_bias=True, output_bias=True, qk_norm=True, qk_norm_by_head=True, centred_norms=True,
+    parallel_blocks=True, rotary_interleaved=True, multipliers=Multipliers(logits_scaling=4.0), layer_windows=(5, None), unrotated_layers=(1,),
+)
+"""With all terms of Command R+ and R7B."""
 WINDOWED = replace(QWEN3, layer_windows=(5, None))
 LEARNING_RATE = 1e-2
 

@@ -4,13 +4,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import GEMMA, GRANITE, OLMO2, QWEN3, SMOLLM3, WINDOWED, Case, Trained, by_one_process, check, train
+from model_ranks import (
+    COHERE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA,
+    GPT_OSS,
+    GRANITE,
+    OLMO2,
+    QWEN3,
+    SMOLLM3,
+    WINDOWED,
+    Case,
+    Trained,
+    by_one_process,
+    check,
+    train,
+)
 from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 THREE_HEADS = replace(QWEN3, num_attention_heads=3, num_key_value_heads=1)
+THREE_LATENT = replace(DEEPSEEK_V2, num_attention_heads=3, num_key_value_heads=3)
 SIX_HEADS = replace(QWEN3, num_attention_heads=6, num_key_value_heads=2)
 LONG, SHORT, MIXED = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2), (9, 2, 17, 5, 30, 3, 8)
 
@@ -32,7 +49,10 @@ def trained(here: RankContext, case: Case) -> Trained:
                 ("heads", QWEN3, "short", SHORT), ("window", WINDOWED, "long", LONG), ("heads", QWEN3, "mixed", MIXED),
                 ("window", WINDOWED, "mixed", MIXED), ("keys", THREE_HEADS, "mixed", MIXED),
                 ("norms of all heads", OLMO2, "mixed", MIXED), ("no rotation", SMOLLM3, "mixed", MIXED), ("multipliers", GRANITE, "mixed", MIXED),
+                ("latent", DEEPSEEK_V3, "mixed", MIXED), ("latent and gathered keys", THREE_LATENT, "mixed", MIXED),
                 ("caps", GEMMA, "mixed", MIXED), ("caps and gathered keys", replace(GEMMA, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
+                ("sinks", GPT_OSS, "mixed", MIXED), ("sinks and gathered keys", replace(GPT_OSS, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
+                ("side by side", COHERE, "mixed", MIXED),
             )
         ),
     ],
@@ -56,7 +76,10 @@ def test_a_context_rank_without_a_token_takes_part(ranks: Ranks, shapes) -> None
     check(ranks.run(MeshShape(context=2), trained, case), by_one_process(case))
 
 
-@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS], ids=["heads", "keys"])
+LATENT = (pytest.param(DEEPSEEK_V3, marks=pytest.mark.full), pytest.param(THREE_LATENT, marks=pytest.mark.full))
+
+
+@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS, *LATENT], ids=["heads", "keys", "latent, heads", "latent, keys"])
 def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> None:
     case = Case(shapes, "float32", "cpu", lengths=LONG, steps=1)
     found, wanted = ranks.run(MeshShape(context=2), trained, case), by_one_process(case)

@@ -11,8 +11,11 @@ import pytest
 import torch
 from data_parallel_training import trained
 from model_ranks import (
+    COHERE,
+    DEEPSEEK_V3,
     GEMMA,
     GLM4_MOE,
+    GPT_OSS,
     LEARNING_RATE,
     LLAMA,
     QWEN2_MOE,
@@ -28,11 +31,14 @@ from model_ranks import (
 from ranks import RankContext, Ranks
 
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
+from tandem.kernels import select
 from tandem.layout.mesh import MeshShape
+from tandem.model.decoder import Decoder
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.offload.reserved_memory import ReservedMemory
+from tandem.trainer.optimizers.adamw import matrices_among
 from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.ranks import alone as alone_ranks
 from tandem.trainer.parallel.replica import make_replica
@@ -68,13 +74,22 @@ def test_weights_gathered_for_a_layer_are_there_again_when_it_is_recomputed(reco
 
 
 @pytest.mark.full
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw8bit"])
+def test_norms_with_weights_for_each_head_are_no_matrices_to_an_optimizer_on_any_mesh(optimizer: Any, ranks: Ranks) -> None:
+    case = Case(COHERE, optimizer=optimizer)
+    assert not any("norm" in name for name in matrices_among(dict(Decoder(COHERE, select("reference")).named_parameters())))
+    check(ranks.run(MeshShape(data=2, tensor=2), trained, case, 3), by_one_process(case))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: Any, ranks: Ranks) -> None:
     case = Case(GEMMA, recompute=recompute)
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE)]
+FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V3)]
 
 
 @pytest.mark.parametrize("shapes", [QWEN3_MOE, *FURTHER], ids=lambda shapes: shapes.architecture)

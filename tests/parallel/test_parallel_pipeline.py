@@ -7,7 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import GEMMA, GRANITE, LEARNING_RATE, LLAMA, OLMO2, QWEN3, QWEN3_MOE, SMOLLM3, Case, distance, sequences_of, weights_of
+from model_ranks import (
+    COHERE,
+    DEEPSEEK_V3,
+    GEMMA,
+    GPT_OSS,
+    GRANITE,
+    LEARNING_RATE,
+    LLAMA,
+    OLMO2,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM3,
+    Case,
+    distance,
+    sequences_of,
+    weights_of,
+)
 from pipeline_ranks import alone, gather_ranks, micro_batches_of, named, train_pipeline
 from ranks import RankContext, Ranks
 
@@ -62,7 +78,10 @@ CASES = [
     ),
     pytest.param(2, "1f1b", 1, (), replace(OLMO2, num_hidden_layers=3), id="2 ranks, norms after only", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), replace(SMOLLM3, num_hidden_layers=2), id="2 ranks, a layer without rotation", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), DEEPSEEK_V3, id="2 ranks, latent attention", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GEMMA, id="2 ranks, caps and norms from one", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), GPT_OSS, id="2 ranks, sinks and biases of experts", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), COHERE, id="2 ranks, attention and MLP side by side", marks=pytest.mark.full),
 ]
 
 

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from model_ranks import (
+    COHERE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GEMMA,
     GLM4_MOE,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -34,6 +38,7 @@ from tandem.model.decoder import PackedContext
 from tandem.trainer.micro_batch import collate
 
 FULL = pytest.mark.full
+DEEPSEEK = (DEEPSEEK_V2, DEEPSEEK_V3)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -44,7 +49,7 @@ def trained(here: RankContext, case: Case) -> Trained:
 FAST = {(LLAMA, False, False), (LLAMA, True, False), (LLAMA, True, True), (QWEN3, True, False), (QWEN3_MOE, False, True), (QWEN3_MOE, True, False)}
 CASES = [
     pytest.param(Case(shapes, deterministic=deterministic, sequence=sequence), marks=[] if (shapes, sequence, deterministic) in FAST else FULL)
-    for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE)
+    for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE, *DEEPSEEK)
     for sequence in (False, True)
     for deterministic in (False, True)
 ]
@@ -64,7 +69,7 @@ def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
 
 @pytest.mark.parametrize(
     "shapes",
-    [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE))],
+    [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE, *DEEPSEEK))],
     ids=lambda s: s.architecture,
 )
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])

@@ -35,6 +35,17 @@ DEEPSEEK_V3: dict[str, Any] = {
     "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
     "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    # huggingface.co/openai/gpt-oss-20b, config.json; the 120b has 36 layers and 128 experts.
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 300, "max_position_embeddings": 128}
@@ -63,6 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**WITH_GROUPS, **MOE, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
          "head_dim": 24, "n_group": 1, "topk_group": 1},
     ),
+    "gpt-oss": ("gpt_oss", {**WITH_GROUPS, "num_experts_per_tok": 2, "num_local_experts": 8, "head_dim": 24, "sliding_window": 16}),
     "granite": ("granite", {**WITH_GROUPS, "attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.22}),
     "olmo2": ("olmo2", WITH_GROUPS),
     "olmo3-window": ("olmo3", {**WITH_GROUPS, "sliding_window": 16}),
@@ -113,12 +125,21 @@ def test_parameters_of_every_family_are_those_of_the_model_that_transformers_bui
 
 @pytest.mark.full
 def test_windows_are_those_that_transformers_gives_each_layer() -> None:
-    for name in ("mistral-window", "gemma2", "gemma3", "olmo3-window"):
+    for name in ("mistral-window", "gemma2", "gemma3", "olmo3-window", "gpt-oss"):
         model_type, keys = FAMILIES[name]
         written, _ = built(model_type, {**keys, "num_hidden_layers": 13})
         kinds = written.get("layer_types") or ["sliding_attention"] * 13
         expected = tuple(keys["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
         assert model_sizes({"model_type": model_type, **keys, "num_hidden_layers": 13}, "config.json").layer_windows == expected
+
+
+@pytest.mark.parametrize(("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)], ids=["20b", "120b"])
+def test_the_total_and_the_active_parameters_of_gpt_oss_are_the_published_ones(layers: int, experts: int, total: float, active: float) -> None:
+    # OpenAI (2025), "gpt-oss-120b & gpt-oss-20b Model Card", table 1; the active ones have the head, but not the embedding.
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    shapes = model_sizes({**GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts, "layer_types": kinds}, "config.json")
+    assert round(parameter_count(shapes) / 1e9, 2) == total
+    assert abs(matrix_parameters(shapes) / 1e9 - active) < 0.01
 
 
 def test_the_total_and_the_active_parameters_of_deepseek_v3_are_the_published_ones() -> None:
@@ -192,7 +213,7 @@ def test_a_model_with_latent_attention_and_shared_experts_has_layouts() -> None:
     ),
     ids=("number", "switch", "floats", "other-model", "heads", "kind", "kinds"),
 )
-@pytest.mark.parametrize("model_type", ("llama", "cohere2"))
+@pytest.mark.parametrize("model_type", ("llama", "seed_oss"))
 def test_what_is_not_understood_is_refused_in_one_line(model_type: str, keys: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
     if "layer_types" in keys and model_type == "llama":
         keys = {"surprise": 2, **keys}
@@ -205,7 +226,7 @@ def test_what_is_not_understood_is_refused_in_one_line(model_type: str, keys: di
 
 def test_a_latent_attention_that_lacks_a_size_is_refused() -> None:
     with pytest.raises(UserError, match="has no v_head_dim; a model needs it"):
-        model_sizes({"model_type": "deepseek_v3", **SMALL, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, "config.json")
+        model_sizes({"model_type": "kimi_k2", **SMALL, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, "config.json")
 
 
 def test_flags_describe_the_same_model_as_its_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import random
+from typing import get_args
 
 import pytest
 
+from tandem.config.multi_turn import ToolCallParser
 from tandem.text.answer_events import CallArguments, CallBegun, CallEnded, Content, Reasoning, Unreadable
 from tandem.text.answer_reader import REASONING_FORMATS, AnswerReader, arguments_of, list_of_calls
+from tandem.text.tool_calls import parse_tool_calls
 from tandem.text.tool_formats import TOOL_FORMATS, ToolFormat
 from tandem.text.typed_arguments import typed_argument
 
@@ -36,8 +39,18 @@ WRITTEN = {
     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": [2, "x"], "s": "7"}<|tool_call_end|>'
     "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": [2, "x"], "s": "7"}}, {"name": "now", "arguments": {}}]',
+    "phi4_mini_json": 'functools[{"name": "add", "arguments": {"a": 1, "b": [2, "x"], "s": "7"}}, {"name": "now", "arguments": {}}]',
+    "olmo3": '<function_calls>\nadd(a=1, b=[2, "x"], s="7")\nnow()\n</function_calls>',
+    "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": [2, "x"], "s": "7"}},\n'
+    '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+    "openai": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": [2, "x"], "s": "7"}<|call|>'
+    "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+    "glm47": '<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>[2, "x"]</arg_value>'
+    "<arg_key>s</arg_key><arg_value>7</arg_value></tool_call><tool_call>now</tool_call>",
 }  # fmt: skip
 WRITTEN["qwen3_xml"] = WRITTEN["qwen3_coder"]
+WRITTEN["granite4"] = WRITTEN["hermes"]
 TAKES_TEXT_BEFORE = sorted(set(WRITTEN) - {"llama3_json", "pythonic", "llama4_pythonic"})
 
 
@@ -80,6 +93,12 @@ def test_calls_are_read_in_each_format(name):
     assert [(each[0], json.loads(each[2])) for each in calls] == [("add", {"a": 1, "b": [2, "x"], "s": "7"}), ("now", {})]
     assert content == "" and problems == [False, False]
     assert [each[1] for each in calls] == (["functions.add:0", "functions.now:1"] if name == "kimi_k2" else ["", ""])
+
+
+@pytest.mark.parametrize("name", get_args(ToolCallParser))
+def test_calls_of_episodes_are_read_in_each_of_their_formats(name):
+    calls = parse_tool_calls(name, WRITTEN[name])
+    assert [(call.name, call.arguments, call.problem) for call in calls] == [("add", {"a": 1, "b": [2, "x"], "s": "7"}, ""), ("now", {}, "")]
 
 
 @pytest.mark.parametrize("name", TAKES_TEXT_BEFORE)
@@ -177,3 +196,48 @@ def test_nothing_is_held_while_long_arguments_are_written(name):
         assert len(reader._source.text) < 30
         passed += sum(len(event.text) for event in events if isinstance(event, CallArguments))
         assert at <= begun or passed >= at - begun
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_an_answer_in_harmony_is_read_by_its_channels_however_it_is_cut(number):
+    answer = (
+        "<|channel|>analysis<|message|>The user asks.\n<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>analysis to=browser.search code<|message|>{\"q\": 1}<|call|>"
+        '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>It is 1."
+    )
+    for tools in (None, TOOL_FORMATS["openai"]):
+        reader = AnswerReader(tools, REASONING_FORMATS["openai_gptoss"])
+        reasoning, content, calls, problems = folded(in_pieces(reader, answer, random.Random(number)))
+        assert reasoning == 'The user asks.\n{"q": 1}' and content == "I look.\nIt is 1."
+        assert calls == [["add", "", '{"a": 1}']] and problems == [False]
+
+
+def test_an_answer_in_harmony_that_is_cut_off_loses_no_text():
+    assert folded(AnswerReader(TOOL_FORMATS["openai"]).read("<|channel|>final"))[1] == "<|channel|>final"
+    assert folded(AnswerReader(TOOL_FORMATS["openai"]).read('<|channel|>commentary to=functions.add<|message|>{"a": '))[2:] == ([["add", "", '{"a": ']], [True])
+
+
+def test_a_forced_list_of_calls_is_read_as_one_where_answers_are_in_harmony():
+    reader = AnswerReader(ToolFormat(list_of_calls), REASONING_FORMATS["openai_gptoss"])
+    assert folded(reader.read('[{"name": "now", "parameters": {}}]'))[2] == [["now", "", "{}"]]
+
+
+def test_marks_around_the_text_of_an_answer_are_not_part_of_it():
+    cohere = REASONING_FORMATS["cohere_command3"]
+    text = "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes, a < b<|END_RESPONSE|>"
+    for tools in (None, TOOL_FORMATS["cohere_command3"]):
+        assert folded(AnswerReader(tools, cohere).read(text))[:3] == ("hm", "yes, a < b", [])
+    action = f"<|START_THINKING|>hm<|END_THINKING|>{WRITTEN['cohere_command3']}"
+    assert [each[0] for each in folded(AnswerReader(TOOL_FORMATS["cohere_command3"], cohere).read(action))[2]] == ["add", "now"]
+
+
+def test_constants_of_json_are_read_in_calls_of_python():
+    calls = folded(AnswerReader(TOOL_FORMATS["olmo3"]).read("<function_calls>add(a=true, b=null, s='[false)')</function_calls>"))[2]
+    assert json.loads(calls[0][2]) == {"a": True, "b": None, "s": "[false)"}
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere_command3"])
+def test_a_mark_without_a_list_of_calls_is_text(name):
+    start = TOOL_FORMATS[name].marks[0]
+    assert folded(AnswerReader(TOOL_FORMATS[name]).read(f"See: {start} none"))[:3] == ("", f"See:{start} none", [])

@@ -132,9 +132,9 @@ class Shapes(ReferenceKernels):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None, query_start: None = None,
-        cap: float | None = None,
+        cap: float | None = None, sinks: None = None,
     ) -> Tensor:  # fmt: skip
-        assert cu_seqlens.device == q.device and query_start is None and cap is None
+        assert cu_seqlens.device == q.device and query_start is None and cap is None and sinks is None
         wide = (x.transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (q, k, v))
         return F.scaled_dot_product_attention(*wide, is_causal=True).transpose(0, 1)
 

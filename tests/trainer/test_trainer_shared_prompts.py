@@ -11,6 +11,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.recipe import recipe_of
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.rl.algorithms.loss import make_policy_loss
@@ -28,6 +29,10 @@ from tandem.types import Batch, TrainSequence, UserError
 CONFIG = AlgorithmConfig(kl_coef=0.1, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
 PLAIN = {"architecture": "qwen3", "qk_norm": True}
 WINDOWED = {"architecture": "mistral", "layer_windows": (24, 24), "qk_norm": False}
+LATENT = {
+    "architecture": "deepseek_v3", "qk_norm": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12, 20),
+    "rotary_interleaved": True,
+}  # fmt: skip
 
 
 def sequence(id: str, prompt: tuple[int, ...], completion: list[int], mask: list[float], draw: random.Random) -> TrainSequence:
@@ -51,10 +56,11 @@ def groups(seed: int, prompts: int = 3, members: int = 4, prompt_tokens: int = 3
 
 
 def small_model(kernels: str, dtype: torch.dtype, **family: object) -> Decoder:
-    shapes = ModelShapes(
-        vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
-        max_position_embeddings=1024, tie_word_embeddings=True, **{**PLAIN, **family},
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 41, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 48, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shapes = ModelShapes(**{**sizes, **PLAIN, **family})  # type: ignore[arg-type]
     model = Decoder(shapes, select(kernels, dtype), dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -93,7 +99,7 @@ def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
     assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("family", [PLAIN, WINDOWED], ids=["full attention", "sliding window"])
+@pytest.mark.parametrize("family", [PLAIN, WINDOWED, LATENT], ids=["full attention", "sliding window", "latent attention"])
 def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, object]) -> None:
     model, sequences = small_model("reference", torch.float64, **family), groups(1)
     logprobs, wanted = gradients(model, sequences, False)
@@ -103,7 +109,7 @@ def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, o
     assert distance(found, wanted) < 1e-13
 
 
-@pytest.mark.parametrize("family", [PLAIN, WINDOWED], ids=["full attention", "sliding window"])
+@pytest.mark.parametrize("family", [PLAIN, WINDOWED, LATENT], ids=["full attention", "sliding window", "latent attention"])
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_log_probabilities_have_the_same_bits_and_gradients_are_those_of_float64(kernels: str, family: dict[str, object]) -> None:
     model, sequences = small_model(kernels, torch.float32, **family), groups(2)
@@ -122,9 +128,10 @@ def test_long_prompts_whose_keys_are_several_sections_of_the_backward_pass() -> 
     assert distance(found, gradients(small_model("reference", torch.float64), sequences, False)[1]) < 1e-5
 
 
-def test_recomputed_layers_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("family", [PLAIN, LATENT], ids=["full attention", "latent attention"])
+def test_recomputed_layers_give_the_same_gradients(family: dict[str, object]) -> None:
     sequences = groups(4)
-    model = small_model("cpu", torch.float32)
+    model = small_model("cpu", torch.float32, **family)
     _, wanted = gradients(model, sequences, True)
     for how in ("full", "selective"):
         model.recompute = how

@@ -17,6 +17,8 @@ def check_model(shapes: ModelShapes, device: str, recipe: Recipe) -> None:
     step. And for a mixture of experts whose routing cannot be replayed."""
     if family_named(shapes.architecture).is_renamed:
         raise UserError(f"the model is a {shapes.architecture}, whose folder names tensors otherwise than published weights do; {_TO_TANDEM}")
+    if shapes.latent is not None:
+        raise UserError(f"the model has latent attention, whose matrices are not read back from vLLM; {_TO_TANDEM}")
     if device == "cpu" and shapes.head_dim not in CPU_HEAD_SIZES:
         raise UserError(
             f"the model has heads of {shapes.head_dim} values, for which vLLM has no attention on a CPU (it has {', '.join(map(str, CPU_HEAD_SIZES))}); "

@@ -19,7 +19,7 @@ from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
 from tandem.engine.spec_decode.step_costs import StepCosts
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.types import UserError, WeightVersion
@@ -92,7 +92,7 @@ def make_components(
     return EngineComponents(scheduler, runner, launches_ahead, meter)
 
 
-def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[KVLayer]:
+def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[CacheLayer]:
     """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, for padding
     rows."""
     return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype)

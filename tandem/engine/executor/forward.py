@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.engine.executor.model_input import ModelInput
 from tandem.engine.executor.row_tensors import to_device
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 
@@ -21,7 +21,7 @@ class Computed(NamedTuple):
 
 
 @torch.inference_mode()
-def forward(decoder: Decoder, caches: list[KVLayer], batch: ModelInput, draws: bool, scores: bool) -> Computed:
+def forward(decoder: Decoder, caches: list[CacheLayer], batch: ModelInput, draws: bool, scores: bool) -> Computed:
     """Computes ``batch`` over the KV cache. ``draws``: whether logits are needed; ``scores``: whether the hidden states of all tokens are.
     Never waits for the device."""
     device = batch.tokens.device

@@ -1,5 +1,7 @@
 """Loads the decoder of an engine: from a model folder, or with random weights in the shapes of one."""
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +11,7 @@ from tandem.config.engine import AttentionBackend
 from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
 from tandem.kernels import KernelChoice, select
-from tandem.kernels.mixed import Precision, in_precision
+from tandem.kernels.mixed import Precision, emulation_note, in_precision
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import Heads
@@ -21,6 +23,7 @@ from tandem.model.quantization.load import load_quantized, scheme_of
 from tandem.model.quantization.scheme import scheme_named
 from tandem.types import UserError
 
+_LOG = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -65,7 +68,10 @@ def load_decoder(
     Raises:
         UserError: Options that cannot be combined.
     """
-    chosen = in_precision(select(kernels, dtype, device, deterministic, attention), precision, device)
+    plain = select(kernels, dtype, device, deterministic, attention)
+    if group is None or group.shard_spec.rank == 0:
+        _note_once(emulation_note(precision, device, plain, "here"))
+    chosen = in_precision(plain, precision, device)
     ranks = () if group is None else (group.shard_spec.size, group.shard_spec.deterministic)
     stored = check_quantization(model, quantization, *ranks)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
@@ -87,3 +93,9 @@ def load_decoder(
     initialise(decoder, seed)
     decoder.quantization = scheme
     return decoder
+
+
+@cache
+def _note_once(note: str) -> None:
+    if note:
+        _LOG.warning("engine %s", note)

@@ -27,7 +27,7 @@ from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, SampledRows
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
@@ -49,8 +49,8 @@ class ModelRunner:
     """
 
     def __init__(
-        self, decoder: Decoder, caches: list[KVLayer], batch: InputBatch, adapters: Adapters, ranks: Ranks | None = None,
-        host: list[KVLayer] | None = None, proposer: Proposer | None = None, pooler: Pooler | None = None,
+        self, decoder: Decoder, caches: list[CacheLayer], batch: InputBatch, adapters: Adapters, ranks: Ranks | None = None,
+        host: list[CacheLayer] | None = None, proposer: Proposer | None = None, pooler: Pooler | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
@@ -335,7 +335,7 @@ class ModelRunner:
     # -- the swap space ------------------------------------------------------------------------------------------------
 
     @property
-    def _all_caches(self) -> list[KVLayer]:
+    def _all_caches(self) -> list[CacheLayer]:
         return self.caches + self.proposer.caches if self.proposer is not None else self.caches
 
     @torch.inference_mode()

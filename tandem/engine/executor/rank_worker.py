@@ -14,7 +14,7 @@ from tandem.engine.executor.rank_weights import RankWeights
 from tandem.engine.executor.ranks import RankSettings
 from tandem.engine.executor.step_message import decode_step
 from tandem.engine.kv_cache.cache_tensors import apply_moves, host_pool, make_cache
-from tandem.kernels import KVLayer
+from tandem.kernels import CacheLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
@@ -35,8 +35,8 @@ class RankWorker:
     settings: RankSettings
     group: RankGroup
     decoder: Decoder
-    caches: list[KVLayer]
-    host: list[KVLayer]
+    caches: list[CacheLayer]
+    host: list[CacheLayer]
     adapters: list[Adapter | None]
     lora_layers: list[LoraLayer]
     hidden: torch.Tensor

@@ -48,7 +48,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """Settings of every rank. ``deadline_s``: limit of one step, one exchange, or the start; a rank that takes longer counts as stuck."""
+    """Settings of every rank. ``deadline_s``: limit of one step, one exchange, or the start; a rank that takes longer counts as stuck. ``context``: the
+    tokens of the longest sequence (0: the model's own)."""
 
     model: str
     kernels: KernelChoice
@@ -64,6 +65,7 @@ class RankSettings:
     precision: Precision = "fp32"
     lora: LoraConfig | None = None
     heads: Heads = "language"
+    context: int = 0
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "RankSettings":
@@ -83,11 +85,13 @@ class RankSettings:
         """Loads this rank's shard of the model."""
         # Quantized weights beside an adapter that are not packed for inference are those of a trainer, which cannot be packed any more.
         is_quantized = self.lora is not None and self.lora.quantization != "none"
-        return load_decoder(
+        decoder = load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group, is_quantized,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
             lora=self.lora, heads=self.heads,
         )  # fmt: skip
+        decoder.use_context(self.context or decoder.positions)
+        return decoder
 
 
 class Ranks:

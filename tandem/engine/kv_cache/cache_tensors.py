@@ -1,6 +1,6 @@
 """The tensors of the KV cache and the swap space, and copies of blocks between them.
 
-The first axis of each tensor of a ``KVLayer`` is the block.
+The first axis of each tensor of a layer of the cache is the block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kv_cache.block_pool import BlockCopy
-from tandem.kernels import KVLayer, empty_cache, stored_dtype
+from tandem.kernels import CacheLayer, empty_cache, empty_latent_cache, stored_dtype
 from tandem.kernels.mixed import activation_dtype
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
-def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVLayer]:
+def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[CacheLayer]:
     """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
     local, weights = decoder.local, decoder.embed_tokens
     computed = activation_dtype(decoder.kernels, weights.dtype)
+    if local.latent is not None:
+        # All tensor-parallel ranks hold the whole of it.
+        return [*empty_latent_cache(blocks, local.latent.cached_size, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
     sizes = (blocks, local.num_key_value_heads, local.head_dim)
-    return empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)
+    return [*empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
 
 
-def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
+def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
     """Returns ``blocks`` blocks of host memory for each layer of ``caches``; page-locked if those are on a GPU."""
 
     def like(tensor: Tensor | None) -> Any:
@@ -43,7 +46,7 @@ class Moves(NamedTuple):
     copies: Sequence[BlockCopy] = ()
 
 
-def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves) -> None:
+def apply_moves(caches: Sequence[CacheLayer], host: Sequence[CacheLayer], moves: Moves) -> None:
     """Makes ``moves`` between ``caches`` and ``host``, layer by layer."""
     for sources, targets, copies in (
         (caches, host, moves.swap_outs), (host, caches, moves.swap_ins), (caches, caches, moves.copies),
@@ -52,7 +55,7 @@ def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves
             _copy_blocks(sources, targets, copies)
 
 
-def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies: Sequence[BlockCopy]) -> None:
+def _copy_blocks(sources: Sequence[CacheLayer], targets: Sequence[CacheLayer], copies: Sequence[BlockCopy]) -> None:
     """Copies block ``copy.source`` of each source layer to block ``copy.target`` of the target layer. Each tensor of a layer goes through one
     staging tensor, so that scattered blocks need only one transfer between devices."""
     source, target = torch.tensor(copies).unbind(1)
@@ -63,12 +66,12 @@ def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies:
             new_codes.index_copy_(0, target.to(new_codes.device), staging.to(new_codes.device))
 
 
-def block_bytes(caches: Sequence[KVLayer]) -> int:
+def block_bytes(caches: Sequence[CacheLayer]) -> int:
     """Returns the bytes of one block in all layers of ``caches``."""
     return sum(tensor[0].nbytes for layer in caches for tensor in layer.tensors())
 
 
-def read_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor) -> None:
+def read_blocks(caches: Sequence[CacheLayer], blocks: Sequence[int], rows: Tensor) -> None:
     """Copies each of ``blocks`` to a row of ``rows[len(blocks), block_bytes]`` (uint8, on the CPU): its part of every tensor of every layer, in order."""
     index, at = torch.tensor(blocks), 0
     for tensor in _byte_tensors(caches):
@@ -76,7 +79,7 @@ def read_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor) 
         at += tensor.shape[1]
 
 
-def write_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor) -> None:
+def write_blocks(caches: Sequence[CacheLayer], blocks: Sequence[int], rows: Tensor) -> None:
     """Copies the rows that ``read_blocks`` has made to ``blocks``."""
     index, at = torch.tensor(blocks), 0
     for tensor in _byte_tensors(caches):
@@ -84,7 +87,7 @@ def write_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor)
         at += tensor.shape[1]
 
 
-def _byte_tensors(caches: Sequence[KVLayer]) -> Iterator[Tensor]:
+def _byte_tensors(caches: Sequence[CacheLayer]) -> Iterator[Tensor]:
     """Yields every tensor of ``caches`` as bytes ``[N, bytes of a block]`` over the same memory."""
     for layer in caches:
         for tensor in layer.tensors():

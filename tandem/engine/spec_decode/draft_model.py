@@ -8,7 +8,7 @@ from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_input import prefill_input, span_input
 from tandem.engine.executor.row_tensors import to_device
 from tandem.engine.sample.random_numbers import uniforms
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 
@@ -17,7 +17,7 @@ class DraftModel:
     """Proposes draft tokens for the sequences in the rows of ``batch`` with ``decoder``, packed. ``Sequence.draft_computed``: tokens of a
     sequence in its cache. Blocks that were written while nothing was proposed are stale here, which affects acceptance and no output."""
 
-    def __init__(self, decoder: Decoder, caches: list[KVLayer], batch: InputBatch) -> None:
+    def __init__(self, decoder: Decoder, caches: list[CacheLayer], batch: InputBatch) -> None:
         self.decoder = decoder
         self.caches = caches
         self._batch = batch

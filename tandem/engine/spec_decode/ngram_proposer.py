@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.engine.executor.input_batch import InputBatch
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 
 
 class NgramIndex:
@@ -41,7 +41,7 @@ class NgramProposer:
     """Proposes draft tokens for the sequences in the rows of ``batch``."""
 
     def __init__(self, batch: InputBatch, low: int, high: int) -> None:
-        self.caches: list[KVLayer] = []
+        self.caches: list[CacheLayer] = []
         self._batch = batch
         self._low, self._high = low, high
 

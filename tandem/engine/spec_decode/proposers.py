@@ -43,6 +43,7 @@ def make_proposer(
             f"the draft model has {draft.shapes.max_position_embeddings} positions and max_model_len is {settings.max_model_len}; "
             "lower max_model_len or choose another draft model"
         )
+    draft.use_context(settings.max_model_len)
     if not draft.is_packed:
         draft.pack()
     return DraftModel(draft, make_cache(draft, settings.num_blocks), batch)
@@ -55,5 +56,6 @@ def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) 
     old = proposer.decoder
     new = Decoder(old.shapes, old.kernels, dtype=old.embed_tokens.dtype, device=old.embed_tokens.device)
     new.quantization = old.quantization
+    new.use_context(old.positions)
     load_tensors(new, tensors, pack=True)
     return new

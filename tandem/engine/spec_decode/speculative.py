@@ -10,13 +10,13 @@ from typing import Protocol
 
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler_output import ScheduledPrefill
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 
 
 class Proposer(Protocol):
     """Proposes draft tokens. ``caches``: its own KV cache, in the same blocks as the model's; empty if it has none."""
 
-    caches: list[KVLayer]
+    caches: list[CacheLayer]
 
     def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Reads the tokens of a prefill, which the model computes in this step."""

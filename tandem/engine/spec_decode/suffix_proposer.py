@@ -14,7 +14,7 @@ from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.suffix_automaton import ROOT, SuffixAutomaton
-from tandem.kernels.api import KVLayer
+from tandem.kernels.api import CacheLayer
 
 _FIRST_RATE = 0.5
 """The acceptance rate before anything was measured."""
@@ -100,7 +100,7 @@ class SuffixProposer:
     """
 
     def __init__(self, batch: InputBatch, config: SpeculativeConfig, costs: StepCosts | None) -> None:
-        self.caches: list[KVLayer] = []
+        self.caches: list[CacheLayer] = []
         self.indices: dict[tuple[str, str, tuple[int, ...]], PromptIndex] = {}
         """By adapter, salt of the prefix cache, and prompt; the oldest first."""
         self.completions = 0

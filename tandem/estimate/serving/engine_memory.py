@@ -50,7 +50,7 @@ def predict_engine_memory(shapes: ModelShapes, layout: ServingLayout, hardware: 
         tokens = cache_tokens_within(shapes, args, UNQUANTIZED, hardware.memory_bytes)
     else:
         tokens = cache_tokens_beside(weights, token, shapes, args, hardware.memory_bytes)
-    length = layout.max_model_len or shapes.max_position_embeddings
+    length = layout.max_model_len or shapes.default_context
     if tokens < held_tokens(shapes, length):
         share = int(layout.gpu_memory_utilization * hardware.memory_bytes) / 2**30
         raise UserError(

@@ -14,6 +14,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
+from tandem.engine.settings import check_kv_cache_dtype
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
@@ -232,6 +233,7 @@ def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
         raise UserError(
             f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
         ) from None
+    check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
     draft = engine.speculative_config.model if engine.speculative_config is not None else None
     if draft is not None and (size := read_shapes(found_model(draft)).vocab_size) != shapes.vocab_size:
         raise UserError(

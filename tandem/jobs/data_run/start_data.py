@@ -159,7 +159,8 @@ def opened_run(
             if missing and at_most is not None:
                 raise RunError(f"'{directory / missing[0]}' is not as it was written; resume the run, which computes it again, then replay")
             _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or recipe.trainer.lora is not None)
-        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed)
+        context = recipe.model.max_length or recipe.data.sequence_length
+        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context)
         settings = replace(settings, implemented_by=recipe.model.implemented_by)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
@@ -258,11 +259,11 @@ def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: C
 def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callback: Callback) -> tuple[Replica, Kernels]:
     """Loads this rank's part of the model to start from, and makes its optimizer."""
     trainer = settings.trainer
-    for note in device_notes(ranks.device, trainer):
-        callback.message(note)
     if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
     kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start, "any", settings.implemented_by).head_dim)
+    for note in device_notes(ranks.device, trainer, kernels):
+        callback.message(note)
     check_same_kernels(ranks.world, kernels.name)
     if why := why_reference(machine.kernels, kernels, getattr(torch, trainer.dtype), ranks.device):
         callback.message(why)

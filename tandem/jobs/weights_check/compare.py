@@ -19,6 +19,7 @@ from tandem.weight_transfer.manifest import offsets_of
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 _FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",),
+    "queries": ("q_proj", "q_b_proj"), "q_a": ("q_a_proj",), "kv_a": ("kv_a_proj_with_mqa",), "within_heads": ("kv_b_proj",),
 }  # fmt: skip
 """The matrices behind an engine's packed ones."""
 _PARAMETERS = {"qkv_proj": "qkv", "o_proj": "output", "gate_up_proj": "gate_up", "down_proj": "down"}

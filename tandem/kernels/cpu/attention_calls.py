@@ -1,13 +1,14 @@
 """Bindings of the C functions of attention: rotary embedding, the KV cache, and attention over it. See ``calls`` for conventions."""
 
-from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64
+from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64, uint8
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.cpu.calls import address, dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.kv_dtype import stored_size
 
-_MAX_HEAD = 512
-_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
+_MAX_HEAD = 576
+_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3, uint8: 4}
 """The codes of ``for_stored`` in cache.h."""
 
 
@@ -95,7 +96,7 @@ class AttentionCalls:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
-        log_sum: Tensor | None, query_start: Tensor | None = None, cap: float | None = None,
+        log_sum: Tensor | None, query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         queries, heads, size = q.shape
         tokens, kv_heads = (queries if query_start is None else k.shape[0]), k.shape[1]
@@ -111,7 +112,7 @@ class AttentionCalls:
         out = q.new_empty(queries, heads, size)
         code = self._c.packed_attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, tokens, queries, heads, kv_heads,
-            size, scale, window or 0, cap or 0.0, out.data_ptr(), address(log_sum),
+            size, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(), address(log_sum),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -135,21 +136,40 @@ class AttentionCalls:
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-        tokens, heads, size = q.shape
-        blocks, kv_heads = cache.keys.shape[:2]
+    def sinks_backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+        """Returns the gradient by ``sinks[Hq]`` of the attention ``out[T, Hq, D]``, whose gradient is ``grad``."""
+        by_sinks = empty_like(sinks)
+        self._c.sinks_backward(grad.data_ptr(), out.data_ptr(), log_sum.data_ptr(), sinks.data_ptr(), *out.shape, by_sinks.data_ptr())
+        return by_sinks
+
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        blocks, kv_heads, size = *cache.keys.shape[:2], q.shape[2]
         addresses = _cache_addresses(cache, kv_heads, size)
-        starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
-        tables = indices(batch.block_tables, int32)
-        sequences, width = tables.shape
-        if lengths.shape[0] != sequences:
-            raise shape_error("context_lens", lengths, f"[{sequences}]")
-        if starts.shape[0] != sequences + 1:
-            raise shape_error("query_start", starts, f"[{sequences + 1}]")
+        return self._paged(q, addresses, (blocks, kv_heads), _batch_indices(batch), scale, window, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float) -> Tensor:
+        """Computes attention over rows that are keys and values at once: [T, Hq, D] -> [T, Hq, D]."""
+        blocks, (rows, scales), size = len(cache.rows), cache, q.shape[2]
+        kind = _STORED.get(rows.dtype)
+        if kind is None:
+            raise TypeError(f"kernels cpu store keys and values in one of {', '.join(map(str, _STORED))}, not in {rows.dtype}")
+        if not rows.is_contiguous() or rows.shape != (blocks, BLOCK_TOKENS, size):
+            raise shape_error("cache rows", rows, f"dense [N, {BLOCK_TOKENS}, {size}]")
+        if kind > 1 and (scales is None or not scales.is_contiguous() or scales.dtype is not float32 or scales.shape != (blocks, BLOCK_TOKENS)):
+            raise TypeError(f"a cache of {rows.dtype} has no dense fp32 scales [{blocks}, {BLOCK_TOKENS}]; make it with empty_latent_cache")
+        return self._paged(q, (kind, 0, rows.data_ptr(), 0, address(scales)), (blocks, 1), _batch_indices(batch), scale, None, None, None)
+
+    def _paged(
+        self, q: Tensor, addresses: tuple[int, int, int, int, int], sizes: tuple[int, int], batch: tuple[Tensor, Tensor, Tensor], scale: float,
+        window: int | None, cap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        (tokens, heads, size), (blocks, kv_heads), (starts, lengths, tables) = q.shape, sizes, batch
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
             q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
-            tables.data_ptr(), sequences, width, scale, window or 0, cap or 0.0, out.data_ptr(),
+            tables.data_ptr(), *tables.shape, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -160,12 +180,33 @@ class AttentionCalls:
         return out
 
 
+def _sinks_address(sinks: Tensor | None, heads: int) -> int:
+    if sinks is None:
+        return 0
+    if sinks.shape != (heads,):
+        raise shape_error("attention sinks", sinks, f"[{heads}]")
+    return dense(sinks).data_ptr()
+
+
+def _batch_indices(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the starts, lengths and block tables of ``batch`` as the library reads them."""
+    starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
+    tables = indices(batch.block_tables, int32)
+    sequences = len(tables)
+    if lengths.shape[0] != sequences:
+        raise shape_error("context_lens", lengths, f"[{sequences}]")
+    if starts.shape[0] != sequences + 1:
+        raise shape_error("query_start", starts, f"[{sequences + 1}]")
+    return starts, lengths, tables
+
+
 def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
     """Returns the code of a cache's dtype and the addresses of its four tensors (0 for one that it does not have)."""
     keys, values, key_scales, value_scales = cache
     blocks, kind = keys.shape[0], _STORED.get(keys.dtype)
     if kind is None or values.dtype is not keys.dtype:
         raise TypeError(f"kernels cpu store keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
+    size = stored_size(size, keys.dtype)
     if not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
         raise shape_error("cache keys", keys, f"dense [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
     if not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):

@@ -83,31 +83,31 @@ class Route(torch.autograd.Function):
 
 class RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, calls: Calls) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, calls: Calls) -> Tensor:
         x, weight = dense(x), dense(weight)
         rstd = torch.empty(x.shape[0], dtype=torch.float32)
-        out = calls.rms_norm(x, weight, eps, rstd)
+        out = calls.rms_norm(x, weight, eps, centred, rstd)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.calls = calls
+        ctx.centred, ctx.calls = centred, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
-        grad_x, grad_weight = ctx.calls.rms_norm_backward(x, weight, dense(grad), None, rstd)
-        return grad_x, grad_weight, None, None
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(x, weight, dense(grad), None, ctx.centred, rstd)
+        return grad_x, grad_weight, None, None, None
 
 
 class AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, calls: Calls
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool, calls: Calls
     ) -> tuple[Tensor, Tensor]:
         weight = dense(weight)
         rstd = torch.empty(x.shape[0], dtype=torch.float32)
-        out, total = calls.add_rms_norm(dense(x), dense(residual), weight, eps, rstd)
+        out, total = calls.add_rms_norm(dense(x), dense(residual), weight, eps, centred, rstd)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.calls = calls
+        ctx.centred, ctx.calls = centred, calls
         ctx.set_materialize_grads(False)
         return out, total
 
@@ -115,9 +115,9 @@ class AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, weight, rstd = ctx.saved_tensors
         if grad is None:
-            return grad_total, grad_total, None, None, None
-        grad_x, grad_weight = ctx.calls.rms_norm_backward(total, weight, dense(grad), _dense_or_none(grad_total), rstd)
-        return grad_x, grad_x, grad_weight, None, None
+            return grad_total, grad_total, None, None, None, None
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(total, weight, dense(grad), _dense_or_none(grad_total), ctx.centred, rstd)
+        return grad_x, grad_x, grad_weight, None, None, None
 
 
 class GateMul(torch.autograd.Function):
@@ -183,17 +183,19 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls,
-        query_start: Tensor | None, cap: float | None,
+        query_start: Tensor | None, cap: float | None, sinks: Tensor | None,
     ) -> Tensor:
-        q, k, v = dense(q), dense(k), dense(v)
+        q, k, v, sinks = dense(q), dense(k), dense(v), _dense_or_none(sinks)
         log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start, cap)
-        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start)
+        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start, sinks)
         ctx.scale, ctx.window, ctx.cap, ctx.calls = scale, window, cap, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *saved, cu_seqlens, query_start = ctx.saved_tensors
-        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start, ctx.cap)
-        return *grads, None, None, None, None, None, None
+        *saved, cu_seqlens, query_start, sinks = ctx.saved_tensors
+        calls, grad = ctx.calls, dense(grad)
+        grads = calls.packed_attention_backward(grad, tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start, ctx.cap)
+        by_sinks = calls.sinks_backward(grad, *saved[3:], sinks) if ctx.needs_input_grad[9] else None
+        return *grads, None, None, None, None, None, None, by_sinks

@@ -12,7 +12,7 @@ from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 from tandem.layout.shapes import Activation
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """The codes of rows.h."""
 
 
@@ -26,6 +26,14 @@ def dense(x: Tensor) -> Tensor:
 def shape_error(name: str, x: Tensor, wanted: str) -> ValueError:
     """Returns an error to be raised under an ``if``: formatting a message in every call would cost as much as a small kernel."""
     return ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+
+
+def norm_groups(weight: Tensor, rows: int, width: int) -> int:
+    """Returns the G of a norm's ``weight[G, H]``, 1 for [H]. Raises ``ValueError`` for one that does not fit ``rows`` of ``width``."""
+    groups = 1 if weight.ndim == 1 else weight.shape[0]
+    if weight.shape[-1] != width or rows % groups:
+        raise shape_error("norm weight", weight, f"[{width}], or [G, {width}] with G a divisor of {rows} rows")
+    return groups
 
 
 def indices(x: Tensor, dtype: object) -> Tensor:
@@ -106,6 +114,16 @@ class Calls:
         return PackedGroups(data, rows, columns)
 
     def grouped_linear(self, x: Tensor, weight: Tensor | PackedGroups, bounds: Tensor) -> Tensor:
+        is_packed, data, out, bounds, (groups, columns, width) = self._grouped_sizes(x, weight, bounds)
+        self._c.grouped_linear(
+            x.data_ptr(), data.data_ptr(), is_packed, data.stride(0), bounds.data_ptr(), groups, columns, width,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _grouped_sizes(x: Tensor, weight: Tensor | PackedGroups, bounds: Tensor) -> tuple[bool, Tensor, Tensor, Tensor, tuple[int, int, int]]:
+        """Returns whether the weights of ``grouped_linear`` are packed, those, its output, dense bounds and (G, N, K), which it checks."""
         is_packed = isinstance(weight, PackedGroups)
         data, columns, width = weight if isinstance(weight, PackedGroups) else (weight, *weight.shape[1:])
         groups, bounds = data.shape[0], indices(bounds, int64)
@@ -115,12 +133,7 @@ class Calls:
             raise shape_error("grouped_linear bounds", bounds, f"[{groups + 1}]")
         if int(bounds[-1]) != x.shape[0]:
             raise ValueError(f"grouped_linear bounds end at {int(bounds[-1])}; x has {x.shape[0]} rows")
-        out = x.new_empty(x.shape[0], columns)
-        self._c.grouped_linear(
-            x.data_ptr(), data.data_ptr(), is_packed, data.stride(0), bounds.data_ptr(), groups, columns, width,
-            out.data_ptr(),
-        )  # fmt: skip
-        return out
+        return is_packed, data, x.new_empty(x.shape[0], columns), bounds, (groups, columns, width)
 
     def route(self, logits: Tensor, each: int, normalised: bool) -> Routing:
         rows, experts = logits.shape
@@ -138,17 +151,21 @@ class Calls:
     def gated_mlp(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation
     ) -> Tensor:
+        out, sizes = self._gated_mlp_sizes(x, gate_up, down, activation)
+        self._c.gated_mlp(
+            x.data_ptr(), gate_up.data.data_ptr(), address(gate_up_bias), down.data.data_ptr(), address(down_bias), *sizes, out.data_ptr()
+        )
+        return out
+
+    @staticmethod
+    def _gated_mlp_sizes(x: Tensor, gate_up: PackedWeight, down: PackedWeight, activation: Activation) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """Returns the output of ``gated_mlp``, and T, H, F and the code of the activation, which it checks."""
         (rows, hidden), inner = x.shape, down.columns
         if (gate_up.rows, gate_up.columns) != (2 * inner, hidden):
             raise ValueError(f"gated_mlp gate_up has shape {[*gate_up[1:]]}; expected [{2 * inner}, {hidden}]")
         if down.rows != hidden:
             raise ValueError(f"gated_mlp down has shape {[*down[1:]]}; expected [{hidden}, {inner}]")
-        out = x.new_empty(rows, hidden)
-        self._c.gated_mlp(
-            x.data_ptr(), gate_up.data.data_ptr(), address(gate_up_bias), down.data.data_ptr(), address(down_bias),
-            rows, hidden, inner, _ACTIVATIONS[activation], out.data_ptr(),
-        )  # fmt: skip
-        return out
+        return x.new_empty(rows, hidden), (rows, hidden, inner, _ACTIVATIONS[activation])
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
         """Computes ``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""
@@ -169,36 +186,34 @@ class Calls:
         self._c.linear_grad_bias(grad.data_ptr(), grad.shape[0], grad.shape[1], out.data_ptr())
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool, rstd: Tensor | None) -> Tensor:
         rows, width = x.shape
-        if weight.shape[0] != width:
-            raise shape_error("norm weight", weight, f"[{width}]")
+        groups = norm_groups(weight, rows, width)
         out = x.new_empty(rows, width)
-        self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, eps, out.data_ptr(), 0, address(rstd))
+        self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, groups, eps, centred, out.data_ptr(), 0, address(rstd))
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rstd: Tensor | None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool, rstd: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        if weight.shape[0] != width:
-            raise shape_error("norm weight", weight, f"[{width}]")
+        groups = norm_groups(weight, rows, width)
         if residual.shape != x.shape:
             raise shape_error("norm residual", residual, f"{list(x.shape)}")
         out, total = x.new_empty(rows, width), x.new_empty(rows, width)
         self._c.rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), total.data_ptr(),
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, groups, eps, centred, out.data_ptr(), total.data_ptr(),
             address(rstd),
         )  # fmt: skip
         return out, total
 
     def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, rstd: Tensor
+        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, centred: bool, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(width)
+        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(weight.shape)
         self._c.rms_norm_backward(
-            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), rows, width,
+            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), rows, width, weight.numel() // width, centred,
             grad_x.data_ptr(), grad_weight.data_ptr(),
         )  # fmt: skip
         return grad_x, grad_weight

@@ -7,13 +7,16 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
+from tandem.kernels.api import KVLayer, LatentLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
+from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
+from tandem.kernels.reference_bf16 import flushed
 from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import Activation
 
@@ -24,9 +27,14 @@ class CpuKernels:
     name = "cpu"
 
     def __init__(self, library: Library) -> None:
+        self._library = library
         self._calls = Calls(library)
         self._attention = AttentionCalls(library)
         self._quantized = QuantizedCalls(library)
+
+    def bf16_products(self, rounds: bool) -> "CpuBf16Products":
+        """See ``ReferenceKernels.bf16_products``, whose bits the products have."""
+        return CpuBf16Products(self._library, rounds)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _wants_grad(x, weight, bias):
@@ -96,15 +104,15 @@ class CpuKernels:
             return torch.cat([self._calls.grouped_linear(dense(x), part, bounds) for part in weight.parts], dim=1)
         return self._calls.grouped_linear(dense(x), weight, bounds)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         if _wants_grad(x, weight, None):
-            return autograd.RmsNorm.apply(x, weight, eps, self._calls)  # type: ignore[no-any-return]
-        return self._calls.rms_norm(dense(x), dense(weight), eps, None)
+            return autograd.RmsNorm.apply(x, weight, eps, centred, self._calls)  # type: ignore[no-any-return]
+        return self._calls.rms_norm(dense(x), dense(weight), eps, centred, None)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         if _wants_grad(x, weight, residual):
-            return autograd.AddRmsNorm.apply(x, residual, weight, eps, self._calls)  # type: ignore[no-any-return]
-        return self._calls.add_rms_norm(dense(x), dense(residual), dense(weight), eps, None)
+            return autograd.AddRmsNorm.apply(x, residual, weight, eps, centred, self._calls)  # type: ignore[no-any-return]
+        return self._calls.add_rms_norm(dense(x), dense(residual), dense(weight), eps, centred, None)
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
@@ -127,20 +135,30 @@ class CpuKernels:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap)  # type: ignore[no-any-return]
-        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap)
+        if v.shape[2] != k.shape[2]:
+            return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
+        if _wants_grad(q, k, v) or (sinks is not None and _wants_grad(sinks, None, None)):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap, sinks)  # type: ignore[no-any-return]
+        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap, sinks)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-        return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap)
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        return self._attention.latent_attention(dense(q), cache, batch, scale)[..., :value_size]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, "clamped_swiglu")
 
     def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if gate_up.requires_grad and torch.is_grad_enabled():
@@ -167,6 +185,23 @@ class CpuKernels:
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
         return self._calls.sample_rows(dense(logits), temperature, top_k, top_p, min_p, uniform)
+
+
+class CpuBf16Products(CpuKernels):
+    """See ``CpuKernels.bf16_products``."""
+
+    def __init__(self, library: Library, rounds: bool) -> None:
+        super().__init__(library)
+        self._calls: Bf16Calls = Bf16Calls(library, rounds)
+
+    @property
+    def has_instruction(self) -> bool:
+        """Whether the processor multiplies pairs of bf16 numbers itself."""
+        return bool(self._library.bf16_has_instruction())
+
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        weight.data[self._calls.places(rows, columns, weight)] = flushed(values).to(weight.data.dtype)
+        return True
 
 
 def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, power_of_two, processors
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
 
 LOG2_E = 1.4426950408889634
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 _MOST_PARTIAL = 1 << 28
 """Maximum bytes of partial results of split attention."""
 _TALL_SIZE = 128
@@ -18,7 +18,7 @@ _TALL_SIZE = 128
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles, log_total: Tensor | None = None,
-    cap: float | None = None,
+    cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Runs ``Kernels.packed_attention``. ``log_total[T, Hq]`` fp32, if given, receives the base-2 logarithms of the sums of weights."""
     tokens, _, size = q.shape
@@ -27,15 +27,16 @@ def packed(
     check("attention v", v, *k.shape)
     k, v = dense(k), dense(v)
     starts = cu_seqlens.to(q.device)
-    return _launch(q, k, v, None, None, starts, starts, starts, k.shape[1], scale, window, tiles, None, log_total=log_total, cap=cap)
+    return _launch(q, k, v, None, None, starts, starts, starts, k.shape[1], scale, window, tiles, None, log_total=log_total, cap=cap, sinks=sinks)
 
 
 def paged(
-    q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, tiles: Tiles, splits: bool | None, cap: float | None = None
-) -> Tensor:
+    q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, tiles: Tiles, splits: bool | None, cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Runs ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: whichever fills the
     device); the bits are the same."""
-    check("attention q", q, None, None, cache.keys.shape[2])
+    check("attention q", q, None, None, cache.keys.shape[2] * (2 if cache.keys.dtype == torch.uint8 else 1))
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     width = batch.block_tables.shape[1]
     most = -(-width * BLOCK_TOKENS // tiles.split)
@@ -46,14 +47,22 @@ def paged(
         splits = most > 1 and busy < 2 * processors(q.device) and partial <= _MOST_PARTIAL
     return _launch(
         q, keys, values, cache.key_scales, cache.value_scales, batch.query_start, batch.context_lens, dense(batch.block_tables),
-        keys.shape[1], scale, window, tiles, most if splits else 0, _CODES.get(cache.keys.dtype, 0), cap=cap,
+        keys.shape[1], scale, window, tiles, most if splits else 0, _CODES.get(cache.keys.dtype, 0), cap=cap, sinks=sinks,
     )  # fmt: skip
+
+
+def latent(q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, tiles: Tiles) -> Tensor:
+    """Runs ``Kernels.latent_attention`` with values of all numbers of a row, one program for all splits."""
+    check("attention q", q, None, None, cache.rows.shape[2])
+    rows, starts, tables = _bytes(cache.rows), batch.query_start, dense(batch.block_tables)
+    codes = _CODES.get(cache.rows.dtype, 0)
+    return _launch(q, rows, rows, cache.scales, cache.scales, starts, batch.context_lens, tables, 1, scale, None, tiles, 0, codes, is_latent=True)
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, starts: Tensor, lengths: Tensor, tables: Tensor,
     kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
-    log_total: Tensor | None = None, cap: float | None = None,
+    log_total: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None, is_latent: bool = False,
 ) -> Tensor:  # fmt: skip
     """Launches the program. ``splits``: ``None`` for packed keys; paged, 0 for one program over all splits, else the maximum number of
     programs."""
@@ -61,6 +70,9 @@ def _launch(
     tokens, query_heads, size = q.shape
     if query_heads % kv_heads:
         raise ValueError(f"attention has {query_heads} query heads over {kv_heads} key-value heads; query heads must be a multiple of key-value heads")
+    if sinks is not None:
+        check("attention sinks", sinks, query_heads)
+        sinks = dense(sinks).float()
     out = torch.empty_like(q)
     sequences = len(starts) - 1
     if not tokens or sequences < 1:
@@ -77,20 +89,21 @@ def _launch(
         partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
     block_d = max(16, power_of_two(size))
     grid = (_places(sequences, tokens, group, rows), kv_heads, splits or 1)
+    kind = 0 if splits is None else 1 + is_latent
     programs.attention[grid](
         q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
-        out if log_total is None else log_total, partial, partial_largest, partial_total,
+        out if log_total is None else log_total, partial, partial_largest, partial_total, out if sinks is None else sinks,
         sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
-        scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None,
-        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
+        scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None, SINKS=sinks is not None,
+        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=kind,
         CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
         num_warps=warps, num_stages=tiles.attention_stages, **UNFUSED,
     )  # fmt: skip
     if splits:
         heads = min(16, power_of_two(query_heads))
         programs.merge_splits[(tokens, -(-query_heads // heads))](
-            partial, partial_largest, partial_total, starts, lengths, out, sequences, query_heads, splits,
-            WINDOW=window or 0, SPLIT=tiles.split, D=size, BLOCK_H=heads, BLOCK_D=block_d, num_warps=4, **UNFUSED,
+            partial, partial_largest, partial_total, out if sinks is None else sinks, starts, lengths, out, sequences, query_heads, splits,
+            SINKS=sinks is not None, WINDOW=window or 0, SPLIT=tiles.split, D=size, BLOCK_H=heads, BLOCK_D=block_d, num_warps=4, **UNFUSED,
         )  # fmt: skip
     return out
 

@@ -36,3 +36,10 @@ def packed(
     )
     programs.attention_keys[(tokens // keys + sequences, kv_heads)](q, k, v, grad, log_total, inner, starts, *grads[1:], *sizes, **shape)
     return grads
+
+
+def sinks(grad: Tensor, out: Tensor, log_total: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient by ``sinks[Hq]``: minus the sum over tokens of the sink's share of the softmax times the output's dot product with
+    its gradient."""
+    inner = (out.float() * grad.float()).sum(-1)
+    return -(torch.exp2(sinks.float() * LOG2_E - log_total) * inner).sum(0).to(sinks.dtype)

@@ -53,11 +53,12 @@ class RmsNorm(torch.autograd.Function):
     """Returns (the norm of ``x`` or of ``x + residual``, that sum); saves only the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, total = rows.rms_norm(x, residual, weight, eps)
+        out, total = rows.rms_norm(x, residual, weight, eps, centred)
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.x_dtype, ctx.residual_dtype = eps, x.dtype, None if residual is None else residual.dtype
+        ctx.eps, ctx.centred = eps, centred
+        ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
         # An input that is returned unchanged is not an output of its own.
         return out, total.view_as(total) if residual is None else total
 
@@ -66,9 +67,9 @@ class RmsNorm(torch.autograd.Function):
         total, weight = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(total)
-        by_y, by_x, by_weight = rows_backward.rms_norm(grad, grad_total, total, weight, ctx.eps, ctx.x_dtype)
+        by_y, by_x, by_weight = rows_backward.rms_norm(grad, grad_total, total, weight, ctx.eps, ctx.centred, ctx.x_dtype)
         by_residual = None if ctx.residual_dtype is None else by_y.to(ctx.residual_dtype)
-        return by_x, by_residual, by_weight, None
+        return by_x, by_residual, by_weight, None, None
 
 
 class GateMul(torch.autograd.Function):
@@ -159,17 +160,20 @@ class GroupedLinear(torch.autograd.Function):
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, cap: float | None, tiles: Tiles
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, cap: float | None, tiles: Tiles,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total, cap)
-        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
+        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens, sinks)
         ctx.settings = scale, window, cap, tiles
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+        *saved, sinks = ctx.saved_tensors
+        by_sinks = attention_backward.sinks(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[8] else None
+        return *attention_backward.packed(grad, *saved, *ctx.settings), None, None, None, None, None, by_sinks
 
 
 class TokenLogprobs(torch.autograd.Function):

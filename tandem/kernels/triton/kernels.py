@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.api import KVLayer, LatentLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
 from tandem.kernels.last_queries import attend_last
+from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton import attention, autograd, rope, rows
@@ -70,19 +71,19 @@ class TritonKernels(PlainPacking):
         bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
         return Routing(gates, experts, bounds, order, inverse)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         if x.dtype not in DTYPES:
-            return self._reference.rms_norm(x, weight, eps)
+            return self._reference.rms_norm(x, weight, eps, centred)
         if wants_grad(x, weight):
-            return autograd.RmsNorm.apply(x, None, weight, eps)[0]  # type: ignore[no-any-return]
-        return rows.rms_norm(x, None, weight, eps)[0]
+            return autograd.RmsNorm.apply(x, None, weight, eps, centred)[0]  # type: ignore[no-any-return]
+        return rows.rms_norm(x, None, weight, eps, centred)[0]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         if x.dtype not in DTYPES:
-            return self._reference.add_rms_norm(x, residual, weight, eps)
+            return self._reference.add_rms_norm(x, residual, weight, eps, centred)
         if wants_grad(x, residual, weight):
-            return autograd.RmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-any-return]
-        return rows.rms_norm(x, residual, weight, eps)
+            return autograd.RmsNorm.apply(x, residual, weight, eps, centred)  # type: ignore[no-any-return]
+        return rows.rms_norm(x, residual, weight, eps, centred)
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
@@ -111,20 +112,29 @@ class TritonKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
+            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
+        if v.shape[2] != k.shape[2]:
+            return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if query_start is not None:
-            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap)
-        if wants_grad(q, k, v):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype])  # type: ignore[no-any-return]
-        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap)
+            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap, sinks=sinks)
+        if wants_grad(q, k, v, sinks):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype], sinks)  # type: ignore[no-any-return]
+        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap, sinks=sinks)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.paged_attention(q, cache, batch, scale, window, cap)
-        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap)
+            return self._reference.paged_attention(q, cache, batch, scale, window, cap, sinks)
+        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap, sinks)
+
+    def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
+        if q.dtype not in DTYPES:
+            return self._reference.latent_attention(q, cache, batch, scale, value_size)
+        return attention.latent(q, cache, batch, scale, self._tiles[q.dtype])[..., :value_size]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:
@@ -135,6 +145,11 @@ class TritonKernels(PlainPacking):
         if gate_up.dtype not in DTYPES:
             return self._reference.gelu_mul(gate_up)
         return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return self._reference.clamped_swiglu_mul(gate_up)
+        return self._gate_mul(gate_up, "clamped_swiglu")
 
     def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return autograd.GateMul.apply(gate_up, activation) if wants_grad(gate_up) else rows.gate_mul(gate_up, activation)  # type: ignore[no-any-return]

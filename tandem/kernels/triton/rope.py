@@ -7,7 +7,7 @@ from tandem.kernels.api import KVLayer
 from tandem.kernels.triton.launch import UNFUSED, check, dense, power_of_two
 from tandem.kernels.triton.programs import rope as programs
 
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 _HEADS_AT_ONCE = 16
 
 

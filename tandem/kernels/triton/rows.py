@@ -7,12 +7,15 @@ from tandem.kernels.triton.launch import UNFUSED, check, dense, power_of_two
 from tandem.kernels.triton.programs import rows as programs
 from tandem.layout.shapes import Activation
 
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
+"""The codes of ``programs.common``."""
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (the norm of ``x`` or of ``x + residual``, that sum), over the last axis. A residual stream of a wider dtype than the layers'
-    outputs keeps its dtype."""
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Returns (the norm of ``x`` or of ``x + residual``, that sum), over the last axis, as ``Kernels.rms_norm``. A residual stream of a wider dtype than the
+    layers' outputs keeps its dtype."""
     width = x.shape[-1]
-    check("norm weight", weight, width)
+    check("norm weight", weight, *weight.shape[:-1], width)
     check("norm x", x, *x.shape)
     x, weight = dense(x), dense(weight)
     other = x if residual is None else dense(residual)
@@ -22,20 +25,21 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if rows:
         block = power_of_two(width)
         programs.rms_norm[(rows,)](
-            x, other, weight, out, total, width, eps, ADD=residual is not None, BLOCK=block, num_warps=_warps(block), **UNFUSED
-        )
+            x, other, weight, out, total, width, weight.numel() // width, eps, ADD=residual is not None, CENTRED=centred, BLOCK=block,
+            num_warps=_warps(block), **UNFUSED,
+        )  # fmt: skip
     return out, total
 
 
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Runs ``Kernels.silu_mul`` or ``gelu_mul``."""
+    """Runs ``Kernels.silu_mul``, ``gelu_mul`` or ``clamped_swiglu_mul``."""
     rows, double = gate_up.shape
     check("gate_mul gate_up", gate_up, rows, double)
     gate_up, width = dense(gate_up), double // 2
     out = gate_up.new_empty(rows, width)
     if out.numel():
         block = min(1024, power_of_two(width))
-        programs.gate_mul[(rows, -(-width // block))](gate_up, out, width, GELU=activation != "silu", BLOCK=block, num_warps=4, **UNFUSED)
+        programs.gate_mul[(rows, -(-width // block))](gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **UNFUSED)
     return out
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tandem.kernels.triton.launch import UNFUSED, dense, power_of_two, processors
 from tandem.kernels.triton.programs import rows_backward as programs
+from tandem.kernels.triton.rows import KINDS
 from tandem.layout.shapes import Activation
 
 _PROGRAMS_A_PROCESSOR = 4
@@ -12,7 +13,7 @@ _HEADS_AT_ONCE = 16
 
 
 def rms_norm(
-    grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, eps: float, x_dtype: torch.dtype
+    grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, eps: float, centred: bool, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients (by y, by y in ``x_dtype``, by ``weight``) of the norm of y = ``total``. ``grad_total``: the gradient of y from
     other uses."""
@@ -23,15 +24,17 @@ def rms_norm(
     by_y = torch.empty_like(total)
     is_narrow = x_dtype != total.dtype
     by_x = torch.empty_like(total, dtype=x_dtype) if is_narrow else by_y
-    count = max(1, min(rows, _PROGRAMS_A_PROCESSOR * processors(total.device)))
+    groups = weight.numel() // width
+    # A multiple of the groups, so that all rows of a program have the same weights.
+    count = max(1, min(rows, _PROGRAMS_A_PROCESSOR * processors(total.device)) // groups) * groups
     partial = torch.zeros(count, width, dtype=torch.float32, device=total.device)
     if rows:
         block = power_of_two(width)
         programs.rms_norm_backward[(count,)](
-            grad, other, total, dense(weight), by_y, by_x, partial, rows, width, eps, count,
-            ADDS=grad_total is not None, NARROW=is_narrow, BLOCK=block, num_warps=max(1, min(16, block // 256)), **UNFUSED,
+            grad, other, total, dense(weight), by_y, by_x, partial, rows, width, groups, eps, count,
+            ADDS=grad_total is not None, CENTRED=centred, NARROW=is_narrow, BLOCK=block, num_warps=max(1, min(16, block // 256)), **UNFUSED,
         )  # fmt: skip
-    return by_y, by_x, partial.sum(0).to(weight.dtype)
+    return by_y, by_x, partial.view(-1, *weight.shape).sum(0).to(weight.dtype)
 
 
 def gate_mul(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -40,7 +43,7 @@ def gate_mul(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
     if grad_gate_up.numel():
         block = min(1024, power_of_two(width))
         programs.gate_mul_backward[(len(gate_up), -(-width // block))](
-            grad, gate_up, grad_gate_up, width, GELU=activation != "silu", BLOCK=block, num_warps=4, **UNFUSED
+            grad, gate_up, grad_gate_up, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **UNFUSED
         )
     return grad_gate_up
 

@@ -15,6 +15,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_temperature_tuning": (), "attn_output_gate": (), "attention_out_bias": (), "q_lora_rank": (), "kv_lora_rank": (), "swa_head_dim": (),
     # positions
     "no_rope_layers": (), "rope_local_base_freq": (), "rope_interleave": (), "rotary_pct": (1,), "rotary_dim": (), "use_mrope": (), "mrope_section": (),
+    "full_attn_mod": (1,), "interpolate_factor": (1,),
     # layers
     "embedding_multiplier": (1,), "scale_emb": (1,), "scale_embedding": (), "residual_multiplier": (1,), "scale_depth": (), "use_parallel_residual": (),
     "parallel_attn": (), "apply_residual_connection_post_layernorm": (), "hidden_activation": ("silu",), "zero_centered_gamma": (),
@@ -24,6 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # experts
     "n_shared_experts": (), "num_shared_experts": (), "shared_expert_intermediate_size": (), "shared_intermediate_size": (), "scoring_func": ("softmax",),
     "routed_scaling_factor": (1,), "n_group": (1,), "topk_group": (1,), "first_k_dense_replace": (), "moe_layer_freq": (1,),
+    "swiglu_alpha": (), "swiglu_limit": (),
 }  # fmt: skip
 """By key, the values beside null, false, 0 and empty with which it changes nothing."""
 

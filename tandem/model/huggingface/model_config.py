@@ -16,6 +16,7 @@ from tandem.layout.shapes import ModelShapes, ValueHead, check_tensor_count
 from tandem.model.family import Family, family_named, family_of_config
 from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.model.huggingface.latent_config import latent_keys
 from tandem.model.huggingface.rotary_config import read_rotaries, read_rotary_fraction, rotary_keys
 from tandem.model.transformers_module.read import read_module_shapes
 from tandem.types import UserError
@@ -107,6 +108,11 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
     head_dim = read.integer("head_dim", head_dim)
+    latent = None if family.latent is None else family.latent(read)
+    kv_heads = read.integer("num_key_value_heads", kv_heads)
+    if latent is not None:
+        # transformers writes the rotated part of a head as head_dim, and a number of key-value heads that means nothing.
+        kv_heads, head_dim = heads, latent.head_dim
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
     rotary, window_rotary = read_rotaries(read, max_position_embeddings, family)
     biases, (value_head, labels) = family.biases(read), value_head_of(config, where)
@@ -119,12 +125,12 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
+            num_key_value_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=read.integer("intermediate_size"),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=is_tied,
-            rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
+            rms_norm_eps=read.number(family.norm_eps_key, family.rms_norm_eps),
             rope_theta=rotary.theta,
             rope_scaling=rotary.scaling,
             rotary_fraction=read_rotary_fraction(read, family),
@@ -138,10 +144,11 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             value_head=value_head,
             num_labels=labels,
             language_head=value_head == "none",
+            latent=latent,
         )
     except ValueError as error:
         raise UserError(f"'{where}': {error}") from None
-    refuse_other_terms(read, family.model_type, _keys_of_family(shapes))
+    refuse_other_terms(read, family.model_type, _keys_of_family(shapes) | ({} if latent is None else latent_keys(latent)))
     return shapes
 
 
@@ -185,7 +192,7 @@ def config_json(
         "head_dim": shapes.head_dim,
         family.activation_key: family.activation,
         "max_position_embeddings": shapes.max_position_embeddings,
-        "rms_norm_eps": shapes.rms_norm_eps,
+        family.norm_eps_key: shapes.rms_norm_eps,
         "tie_word_embeddings": shapes.tie_word_embeddings,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
@@ -198,6 +205,8 @@ def config_json(
     if shapes.value_head != "none":
         content |= ONE_LABEL
     content |= _keys_of_family(shapes)
+    if shapes.latent is not None:
+        content |= latent_keys(shapes.latent)
     _check_expressed(shapes, content)
     return content
 

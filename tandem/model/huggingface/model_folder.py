@@ -18,6 +18,7 @@ from tandem.layout.pipeline_stages import Span, layer_of
 from tandem.layout.shapes import (
     CHOICE_BIAS,
     SHARED_GATE,
+    SINKS,
     ExpertNames,
     ValueHead,
     adapted_shapes,
@@ -34,11 +35,12 @@ from tandem.model.drawn import new_adapter
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
+from tandem.model.huggingface.stacked_experts import ExpertStacks, stacks_of_folder
 from tandem.model.huggingface.stacked_matrices import Stacks
-from tandem.model.layer import STACKED
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.model.quantization.formats import is_packed_config
 from tandem.model.quantization.scheme import Scheme
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.folder_manifest import write_manifest
@@ -81,17 +83,18 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
     for shard in shards:
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
-    for shard, listed in shards.items():
-        tensors = read_file(folder / shard, listed, is_wanted if stacks is None else stacks.wanted(is_wanted))
-        yield from tensors if stacks is None else stacks.split(tensors)
+    wanted = is_wanted if stacks is None else stacks.wanted(is_wanted)
+    tensors = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
+    yield from tensors if stacks is None else stacks.split(tensors)
 
 
-def _stacks_of(folder: Path) -> Stacks | None:
+def _stacks_of(folder: Path) -> Stacks | ExpertStacks | None:
     """Returns the stacks of a folder; ``None`` if its family has none, or it has no ``config.json`` of a family."""
     if not (folder / "config.json").is_file():
         return None
     family = all_families().get(str(read_json(folder / "config.json").get("model_type")))
-    return Stacks(read_shapes(folder, "labels")) if family is not None and family.stacked else None
+    is_stacked = family is not None and (family.stacked or (family.experts is not None and family.experts.stacked))
+    return stacks_of_folder(read_shapes(folder, "labels")) if is_stacked else None
 
 
 def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -132,8 +135,15 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
-        tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        if layer.qkv_proj is not None:
+            tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        if layer.latent is not None:
+            for linear, name in zip(layer.latent.linears(), layer.latent.names, strict=True):
+                tensors |= _unfused(linear, [f"{at}self_attn.{name}"], (linear.rows,))
+            tensors |= {f"{at}self_attn.{name}.weight": weight for name, weight in layer.latent.norms().items()}
         tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
+        if layer.sinks is not None:
+            tensors[f"{at}{SINKS}"] = layer.sinks
         if layer.experts is not None:
             tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.shard_spec.expert_rank * layer.experts.held)
         if layer.gate_up_proj is not None and layer.down_proj is not None:
@@ -157,6 +167,11 @@ def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> di
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
     for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
         tensors |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}
+    if experts.router_bias is not None and experts.gate_up_bias is not None and experts.down_bias is not None:
+        tensors[f"{at}{names.router}.bias"] = experts.router_bias
+        gate_bias, up_bias = experts.gate_up_bias.detach().chunk(2, dim=1)
+        for kind, stacked in ((names.gate, gate_bias), (names.up, up_bias), (names.down, experts.down_bias.detach())):
+            tensors |= {f"{at}{kind.format(expert)}.bias": own for expert, own in enumerate(stacked, first)}
     return tensors
 
 
@@ -232,7 +247,7 @@ def adapter_of(decoder: Decoder) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
-        for linear, stacked in zip(layer.linears(), STACKED, strict=False):
+        for linear, stacked in zip(layer.linears(), layer.stacks(), strict=True):
             if linear.adapter is not None:
                 names = [matrix_name(index, module) for module in stacked]
                 tensors |= linear.adapter.named(names)
@@ -318,7 +333,7 @@ def unfilled_model(
     adapter that is trained beside the weights. ``implemented_by``: who computes it."""
     shapes = adapted_shapes(read_shapes(folder, heads, implemented_by), lora)
     shapes = shapes if value_head == "none" else replace(shapes, value_head=value_head)
-    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
+    if is_packed_config(read_json(Path(folder) / "config.json")):
         raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
     if shapes.transformers is not None:
         # Imported here, because transformers is not needed for models of Tandem's own.
@@ -361,6 +376,9 @@ def save_model(
         eos_token_id = next(iter(eos_token_id), None)
     if like is not None:
         special = read_json(like / "config.json")
+        if not is_packed_config(special):
+            # What was decoded is written as it is now.
+            special.pop("quantization_config", None)
     else:
         special = config_json(decoder.shapes.exported, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id)
     dtype = dtype or decoder.dtype
@@ -377,7 +395,7 @@ def save_model(
         with temporary_folder(folder.parent, f".{folder.name}") as scratch:
             written = scratch / folder.name
             written.mkdir()
-            stacks, known = Stacks(decoder.shapes), dict(parameters(decoder.shapes.exported))
+            stacks, known = stacks_of_folder(decoder.shapes), dict(parameters(decoder.shapes.exported))
             forms = [Form(name, dtype, tuple(shape)) for name, shape in stacks.join_shapes(known.items())]
             own = _rounded(((name, tensor) for name, tensor in tensors if name in known), dtype)
             write_file(written / WEIGHTS, stacks.join(own), forms)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.config.lora import MLP_MODULES, LoraConfig
 from tandem.kernels.quantized import plain_weight
+from tandem.layout.latent_attention import WITHIN_HEADS
 from tandem.layout.shapes import ModelShapes, linear_matrices, matrix_name, parameters
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file, write_file
@@ -78,8 +79,10 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
         pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     if not pairs:
         raise UserError(f"adapter '{folder}' has no matrices; train it with target_modules")
-    matrices, whole = {}, {name: shape for name, shape in parameters(shapes) if name.endswith("_proj.weight")}
+    matrices, whole = {}, {name: shape for name, shape in parameters(shapes) if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))}
     for (layer, module), pair in pairs.items():
+        if module == WITHIN_HEADS:
+            raise UserError(f"adapter '{folder}' changes '{module}', which is multiplied head by head, for all requests at once; merge it into the model")
         rows, columns = _shape_of(shapes, whole, layer, module, folder)
         for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             if side not in pair or tuple(pair[side].shape) != shape:

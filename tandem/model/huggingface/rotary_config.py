@@ -24,6 +24,8 @@ _ROPE_KEYS = {
     "truncate",
     "partial_rotary_factor",
     "finetuned",
+    "short_factor",
+    "long_factor",
 }
 
 
@@ -32,7 +34,7 @@ def read_rotaries(read: ConfigReader, max_position_embeddings: int, family: Fami
     scaling of the first alone, transformers 5 both by the kind of layer."""
     given = read.config.get("rope_parameters")
     if not family.rotary_by_window:
-        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta))
+        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta, family.rope_scaling))
         return rotary, rotary
     is_by_kind = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
     if family.window_rope_theta is not None and given and not is_by_kind:
@@ -65,8 +67,9 @@ def read_rotary_fraction(read: ConfigReader, family: Family) -> float:
     return fraction
 
 
-def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
-    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
+def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float, default_scaling: RopeScaling | None = None) -> tuple[float, RopeScaling]:
+    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers. ``default_scaling``:
+    without either."""
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key) or {}
     if not isinstance(given, dict):
@@ -76,11 +79,18 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
     nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
         raise read.fail(key, nested[0], "a separate rotary embedding per layer type is not supported")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
+    # The names of the first Phi-3 folders.
+    kind = "longrope" if kind in ("su", "yarn") and "short_factor" in given else kind
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+        raise rope.fail("rope_type", kind, "supported are default, linear, llama3, yarn and longrope")
+    if kind != "longrope":
+        for name in ("short_factor", "long_factor"):
+            rope.only(name, None)
     for name in given.keys() - _ROPE_KEYS:
         raise rope.fail(name, given[name], "it is not supported")
     theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
+    if not given:
+        return theta, default_scaling or RopeScaling()
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
@@ -99,6 +109,15 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
             high_freq_factor=high,
             original_max_position_embeddings=context,
         )
+    if kind == "longrope":
+        return theta, RopeScaling(
+            "longrope",
+            factor=rope.number("factor", max_position_embeddings / context),
+            original_max_position_embeddings=context,
+            attention_factor=None if given.get("attention_factor") is None else rope.number("attention_factor"),
+            short_factors=_factors(rope, "short_factor"),
+            long_factors=_factors(rope, "long_factor"),
+        )
     return theta, RopeScaling(
         "yarn",
         factor=rope.number("factor", max_position_embeddings / context),
@@ -112,13 +131,27 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
     )
 
 
+def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
+    given = rope.config.get(key)
+    if not isinstance(given, list) or not all(isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < 2**63 for each in given):
+        raise rope.fail(key, given, "it must be a list of numbers above 0, one for each pair of components that is rotated")
+    return tuple(map(float, given))
+
+
 def rotary_keys(shapes: ModelShapes, family: Family) -> dict[str, Any]:
     """Returns the keys that describe the rotary embeddings of ``shapes`` in both styles."""
     scaling = _scaling_json(shapes.rope_scaling)
     own = {**scaling, "rope_theta": shapes.rope_theta}
     fraction = {} if family.rotary_fraction is None else {"partial_rotary_factor": shapes.rotary_fraction}
     own |= fraction
-    if fraction and shapes.rope_scaling.kind != "default":
+    beside: dict[str, Any] = {}
+    if shapes.rope_scaling.kind == "longrope":
+        # transformers 4 reads exactly these from Phi-3's rope_scaling, and the context from beside it.
+        derived = shapes.max_position_embeddings / shapes.rope_scaling.original_max_position_embeddings
+        if (shapes.rope_scaling.factor, shapes.rope_scaling.attention_factor) == (derived, None):
+            scaling = {"type": "longrope", "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"]}
+        beside["original_max_position_embeddings"] = shapes.rope_scaling.original_max_position_embeddings
+    elif fraction and shapes.rope_scaling.kind != "default":
         scaling |= fraction
     of_windows = shapes.window_rotary
     other = own if of_windows is None else {**_scaling_json(of_windows.scaling), "rope_theta": of_windows.theta}
@@ -126,6 +159,7 @@ def rotary_keys(shapes: ModelShapes, family: Family) -> dict[str, Any]:
         "rope_theta": shapes.rope_theta,
         "rope_scaling": None if shapes.rope_scaling.kind == "default" else scaling,
         **fraction,
+        **beside,
         "rope_parameters": dict(zip(LAYER_KINDS, (own, other), strict=True)) if family.rotary_by_window else own,
     }
 
@@ -135,10 +169,13 @@ def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "default":
         return content
     content["factor"] = scaling.factor
-    if scaling.kind in ("llama3", "yarn"):
+    if scaling.kind in ("llama3", "yarn", "longrope"):
         content["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     if scaling.kind == "llama3":
         content |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "longrope":
+        content |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        content |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     if scaling.kind == "yarn":
         content |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
         for name in ("attention_factor", "mscale", "mscale_all_dim"):

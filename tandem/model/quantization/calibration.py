@@ -90,9 +90,10 @@ def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
 def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     """Returns what layer ``index`` computes from ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
     stream [T, H] after it."""
-    kernels, eps = decoder.kernels, decoder.shapes.rms_norm_eps
+    kernels, eps, centred = decoder.kernels, decoder.shapes.rms_norm_eps, decoder.shapes.centred_norms
     step = with_factors(decoder._plain_steps()[index])
-    x, residual = added(kernels, None, chunk.residual, step.input_norm, eps)
+    x, residual = added(kernels, None, chunk.residual, step.input_norm, eps, centred)
+    normed = x
     if stage == QKV:
         return x
     qkv = kernels.linear(x, step.qkv, step.qkv_bias)
@@ -101,15 +102,15 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     if stage == OUTPUT:
         return x
     x = kernels.linear(x, step.output, step.output_bias)
-    x = x if step.written is None else to_residual(kernels, x, step.written[0], eps)
-    x, residual = added(kernels, x, residual, step.mlp_norm, eps)
+    x = x if step.written is None else to_residual(kernels, x, step.written[0], eps, centred)
+    x, residual = (normed, x + residual) if step.parallel_blocks else added(kernels, x, residual, step.mlp_norm, eps, centred)
     if stage == GATE_UP:
         return x
     x = gate_of(kernels, step.activation)(kernels.linear(x, step.gate_up, step.gate_up_bias))
     if stage == DOWN:
         return x
     x = kernels.linear(x, step.down, step.down_bias)
-    return residual + (x if step.written is None else to_residual(kernels, x, step.written[1], eps))
+    return residual + (x if step.written is None else to_residual(kernels, x, step.written[1], eps, centred))
 
 
 @torch.no_grad()

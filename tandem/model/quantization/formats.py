@@ -1,6 +1,7 @@
 """Reads ``quantization_config`` of a Hugging Face folder: the format of its linear layers. Imports no torch."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from tandem.types import UserError
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "nf4", "llm-int8"]
 """AWQ's GEMM layout, GPTQ's, three of compressed-tensors, DeepSeek's fp8 with block scales, and two of bitsandbytes."""
 
-SUPPORTED = "awq, gptq, compressed-tensors, fp8 and bitsandbytes"
+SUPPORTED = "awq, gptq, compressed-tensors, fp8, bitsandbytes and mxfp4"
+DECODED = ("mxfp4",)
+"""Methods whose weights are decoded as they are read (``huggingface.stacked_experts``), after which nothing sees that they were quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,22 @@ class CheckpointFormat:
 
 
 def read_format(folder: str | Path) -> CheckpointFormat | None:
-    """Returns the format of the folder's weights, ``None`` if they are plain. Raises ``UserError`` for a format that is not supported."""
+    """Returns the format of the folder's weights, ``None`` if they are plain, or decoded as they are read. Raises ``UserError`` for a format that is not
+    supported."""
     path = Path(folder) / "config.json"
-    config = read_json(path).get("quantization_config")
-    if config is None:
+    content = read_json(path)
+    if not is_packed_config(content):
         return None
+    config = content["quantization_config"]
     if not isinstance(config, dict):
         raise UserError(f"'{path}' has quantization_config {config!r}; it must be an object")
     return format_of(config, str(path))
+
+
+def is_packed_config(content: Mapping[str, Any]) -> bool:
+    """Returns whether the content of a ``config.json`` is of a folder whose weights stay as they were quantized."""
+    config = content.get("quantization_config")
+    return config is not None and not (isinstance(config, dict) and config.get("quant_method") in DECODED)
 
 
 def format_of(config: dict[str, Any], where: str) -> CheckpointFormat:

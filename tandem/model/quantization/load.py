@@ -14,7 +14,6 @@ from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
-from tandem.model.layer import STACKED
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization import bitsandbytes
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
@@ -66,7 +65,7 @@ def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
     return [
         (linear, tuple(matrix_name(index, module) for module in stacked))
         for index, layer in enumerate(decoder._layers())
-        for linear, stacked in zip(layer.linears(), STACKED, strict=True)
+        for linear, stacked in zip(layer.linears(), layer.stacks(), strict=True)
     ]
 
 

@@ -184,23 +184,26 @@ def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.C
 def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme) -> None:
     """Searches the scales of each linear layer's inputs and folds their inverse into the operation that computes the inputs: a norm, the
     rows of v, or the rows of up. With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not
-    scaled."""
+    scaled. Where attention and MLP read the same norm, their matrices share its scales."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     down = layer.down_proj
-    gate_up = layer.gate_up_proj
-    assert gate_up is not None and down is not None
-    for stage, linear in enumerate((layer.qkv_proj, layer.o_proj, gate_up, down)):
+    qkv, gate_up = layer.qkv_proj, layer.gate_up_proj
+    assert qkv is not None and gate_up is not None and down is not None
+    for stage, linear in enumerate((qkv, layer.o_proj, gate_up, down)):
         if stage == calibration.OUTPUT and shapes.num_attention_heads != shapes.num_key_value_heads:
             continue
-        assert linear.weight is not None
-        scales = search_scales(linear.weight.detach(), _sample(decoder, index, stage, chunks), scheme)
-        linear.weight.mul_(scales)
+        if stage == calibration.GATE_UP and shapes.parallel_blocks:
+            continue
+        scaled = [each.weight for each in ((linear, gate_up) if stage == calibration.QKV and shapes.parallel_blocks else (linear,)) if each.weight is not None]
+        scales = search_scales(torch.cat([weight.detach() for weight in scaled]), _sample(decoder, index, stage, chunks), scheme)
+        for weight in scaled:
+            weight.mul_(scales)
         if stage == calibration.QKV:
             layer.norms()["input_layernorm"].div_(scales)
         elif stage == calibration.GATE_UP:
             layer.norms()["post_attention_layernorm"].div_(scales)
         else:
-            before = layer.qkv_proj if stage == calibration.OUTPUT else gate_up
+            before = qkv if stage == calibration.OUTPUT else gate_up
             assert before.weight is not None
             before.weight[-len(scales) :].div_(scales.unsqueeze(1))
             if before.bias is not None:

@@ -36,6 +36,7 @@ class TransformersDecoder(Decoder):
         nn.Module.__init__(self)
         assert shapes.transformers is not None
         self.shapes = self.local = shapes
+        self.positions = shapes.max_position_embeddings
         self.kernels, self.dtype, self.config = kernels, dtype, config
         network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
         self.computing = Computing(shapes, kernels)

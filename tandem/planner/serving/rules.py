@@ -222,7 +222,7 @@ def format_rows(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, 
 def kv_cache_rows(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, traffic: Traffic) -> list[Row]:
     """Returns each way to keep keys and values. ``memory_bytes``: of a mean sequence on each GPU, half of whose output is written; ``pause_s``: until a mean
     prompt alone is computed."""
-    prompts, outputs, length = traffic.prompts.mean, traffic.outputs, layout.max_model_len or shapes.max_position_embeddings
+    prompts, outputs, length = traffic.prompts.mean, traffic.outputs, layout.max_model_len or shapes.default_context
     rows = []
     for rule in KV_CACHES:
         dtype = QUANTIZED_KV.get(rule.name, layout.kv_cache_dtype)

@@ -121,8 +121,14 @@ def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
 
 
 def names_to_decay(parameters: Mapping[str, nn.Parameter], decayed: Collection[str] | None = None) -> set[str]:
-    """Returns the names that weight decay applies to: ``decayed``, or by default matrices, and not norms and biases (fewer than two axes)."""
-    return {name for name, parameter in parameters.items() if parameter.ndim >= 2} if decayed is None else set(decayed)
+    """Returns the names that weight decay applies to: ``decayed``, or by default those of matrices."""
+    return matrices_among(parameters) if decayed is None else set(decayed)
+
+
+def matrices_among(parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Returns the names of matrices: not of biases, which have one axis or with experts one for these too, nor of norms, which may have one for each head
+    too."""
+    return {name for name, parameter in parameters.items() if parameter.ndim >= 2 and not name.endswith(("norm.weight", "_bias"))}
 
 
 class HeldGradients:

@@ -1,5 +1,6 @@
 """Makes the configured optimizer over a decoder's parameters."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from torch import nn
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizers.adamw import AdamW, Optimizer, PieceOptimizer
+from tandem.trainer.optimizers.adamw import AdamW, Optimizer, PieceOptimizer, matrices_among
 from tandem.trainer.optimizers.adamw_8bit import FEWEST_CODED, AdamW8bit
 from tandem.trainer.optimizers.adamw_host import HostAdamW
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
@@ -34,7 +35,7 @@ def make_piece_optimizer(
     """Returns the optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: this rank's pieces of ``buckets`` under
     ZeRO, or the whole parameters without buckets. ``paged``: groups of names whose weights are in the offload file."""
     parameters = dict(model.named_parameters())
-    matrices = {name for name, p in parameters.items() if p.ndim >= 2}
+    matrices = matrices_among(parameters)
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
@@ -59,8 +60,9 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
     stacks = {}
     for name in names:
         shape, axis = parameters[name].shape, None
-        if tensor is not None and tensor.size > 1:
-            axis = ROWS if model.shard_spec.deterministic or "qkv_proj" in name or "gate_up_proj" in name else COLUMNS
+        if tensor is not None and tensor.size > 1 and not re.search(r"\.latent\.(q|kv)_a_proj", name):
+            is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj", name) is not None
+            axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 

@@ -25,19 +25,28 @@ def placement(model: Decoder, name: str) -> Placement:
         return Placement("replicate", "tokens")
     # For parameters applied to the residual stream.
     residual: OverTensorRanks = "partial" if model.parallel is not None and model.parallel.sequence else "replicate"
-    if re.search(r"\.experts\.(gate_up|down)_proj$", name):
+    if name.endswith(".experts.down_bias") and not model.shard_spec.deterministic:
+        # One rank adds it to the sum of partial products.
+        return Placement("partial", "expert_data")
+    if re.search(r"\.experts\.(gate_up|down)_(proj|bias)$", name):
         # Without expert parallelism this group has the same ranks as ``tokens``.
         return Placement("shard", "expert_data")
-    if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down)_proj\.weight)$", name):
+    if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down|latent\.(q|q_b|kv_b))_proj\.weight)$", name):
+        return Placement("shard", "tokens")
+    if name.endswith(".sinks"):
         return Placement("shard", "tokens")
     if re.search(r"(o|down)_proj\.bias$", name):
         return Placement("shard" if model.shard_spec.deterministic else residual, "tokens")
-    if re.search(r"([qk]_norm\.weight|experts\.(router|shared_gate|choice_bias))$", name):
+    if re.search(r"([qk]_norm\.weight|experts\.(router|router_bias|shared_gate|choice_bias))$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
-        return Placement("partial", "tokens")
+        is_own = model.shapes.qk_norm_by_head and name.endswith("_norm.weight")
+        return Placement("shard" if is_own else "partial", "tokens")
+    if re.search(r"\.latent\.(q_a_proj|kv_a_proj_with_mqa)\.|\.latent\.(q|kv)_a_norm$", name):
+        # Every rank computes the compressed vectors of its part of the residual stream.
+        return Placement(residual, "tokens")
     if is_adapter_parameter(name):
         # The second matrix is sharded as the rows of the weight are, and the first as its columns.
-        is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up)_proj\.", name) is not None
+        is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj\.", name) is not None
         return Placement("shard" if name.endswith(".lora_B") == is_by_rows else "partial", "tokens")
     assert re.search(r"((^|layer|attention_layer|\.)norm\.weight|^score\.(weight|bias))$", name), name
     return Placement(residual, "tokens")

@@ -20,19 +20,29 @@ struct State {
 };
 
 // One head's keys and values: fp32 tiles, or stored numbers that are decoded a few tiles at a time, into memory that stays in the
-// first-level cache. `kind` as in cache.h; scales null where it needs none.
+// first-level cache. `kind` as in cache.h; scales null where it needs none. Where `keys` is null, the values are the keys too, as in
+// the compressed cache of latent attention.
 struct Source {
   int kind;
   const void *keys, *values;
   const float *key_scales, *value_scales;
-  int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in numbers
+  int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in stored elements
   int64_t value_row_stride;
   const int32_t* table;  // null: tile t is block t - begin
   int64_t begin;
 
-  int64_t tiles_at_once() const { return kind == 0 ? SPAN_TILES : DECODED_TILES; }
+  bool is_in_place() const { return kind == 0 && keys; }
+  int64_t tiles_at_once() const { return is_in_place() ? SPAN_TILES : DECODED_TILES; }
 
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
+    if (!keys) {
+      alignas(64) float rows[BLOCK_TOKENS * MAX_HEAD_SIZE];
+      for (int64_t t = first; t < last; ++t) {
+        const View own = value_view(t, t + 1, size, rows);
+        transpose_tiles(own.tile(t), own.row_stride, BLOCK_TOKENS, size, buffer + (t - first) * size * BLOCK_TOKENS, size * BLOCK_TOKENS);
+      }
+      return {buffer, size * BLOCK_TOKENS, 0, nullptr, first};
+    }
     if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, begin};
     for_stored(kind, [&](auto stored) {
       using T = decltype(stored);
@@ -41,9 +51,17 @@ struct Source {
         const T* from = static_cast<const T*>(keys) + block * key_tile_stride;
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
-        for (int64_t d = 0; d < size; ++d) {
-          const V key = widen(from + d * LANES);
-          store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
+        if constexpr (IS_PAIR<T>) {
+          float* behind = to + size / 2 * LANES;
+          for (int64_t d = 0; d < size / 2; ++d) {
+            store(to + d * LANES, mul(widen_half<false>(from + d * LANES), scale));
+            store(behind + d * LANES, mul(widen_half<true>(from + d * LANES), scale));
+          }
+        } else {
+          for (int64_t d = 0; d < size; ++d) {
+            const V key = widen(from + d * LANES);
+            store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
+          }
         }
       }
     });
@@ -60,10 +78,7 @@ struct Source {
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
           const V scale = IS_SCALED<T> ? set1(value_scales[block * scale_tile_stride + j]) : zero();
-          each_vector(size, [&](int64_t d, int n) {
-            const V value = widen_n(from + d, n);
-            put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n);
-          });
+          each_code(from, size, [&](int64_t d, int n, V value) { put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n); });
         }
       }
     });
@@ -75,7 +90,9 @@ struct Source {
     const int64_t tile = size * BLOCK_TOKENS, all = (last - first) * tile;
     float* floats = memory.floats(2 * all);
     key_view(first, last, size, floats);
-    value_view(first, last, size, floats + all);
+    const View own = value_view(first, last, size, floats + all);
+    if (own.data != floats + all)
+      for (int64_t t = first; t < last; ++t) std::copy_n(own.tile(t), tile, floats + all + (t - first) * tile);
     return {0, floats, floats + all, nullptr, nullptr, tile, tile, 0, size, nullptr, first};
   }
 };
@@ -135,13 +152,24 @@ INLINE void finish(float highest, float total, const float* sums, int64_t size, 
   if (log_sum) *log_sum = highest + std::log(total);
 }
 
+// One row's softmax with the score of its head's sink (Xiao et al., 2023) merged in: a key without a value.
+INLINE void add_sink(float& highest, float& total, float* sums, float sink, int64_t size) {
+  const float now = std::max(highest, sink);
+  const V keep = exp(set1(highest - now)), take = exp(set1(sink - now));
+  alignas(64) float totals[LANES];
+  store(totals, fma(set1(total), keep, take));
+  for (int64_t d = 0; d < size; d += LANES) store(sums + d, mul(load(sums + d), keep));
+  highest = now;
+  total = totals[0];
+}
+
 // The tiles of span `span` that some row sees.
 INLINE std::pair<int64_t, int64_t> tiles_of_span(const Rows& rows, int64_t span) {
   return {std::max(rows.first_tile(), span * SPAN_TILES), std::min(rows.last_tile(), (span + 1) * SPAN_TILES)};
 }
 
 template <int ROWS, typename Scores>
-void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring, float* const* out, float* const* log_sum) {
+void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring, const float* sinks, float* const* out, float* const* log_sum) {
   State<ROWS> state, more;
   bool begun[ROWS] = {};
   for (int64_t span = rows.first_tile() / SPAN_TILES; span * SPAN_TILES < rows.last_tile(); ++span) {
@@ -160,6 +188,8 @@ void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring
       begun[r] = true;
     }
   }
+  if (sinks)
+    for (int r = 0; r < ROWS; ++r) add_sink(state.highest[r], state.total[r], state.sums[r], sinks[r], size);
   for (int r = 0; r < ROWS; ++r) finish(state.highest[r], state.total[r], state.sums[r], size, out[r], log_sum ? log_sum[r] : nullptr);
 }
 
@@ -174,6 +204,7 @@ struct Queries {
   float scale;
   int64_t window;  // 0: none
   float cap;       // of the scores; 0: none
+  const float* sinks;  // the score of each head's sink, or null
   float* out;
   float* log_sum;  // [rows, heads] or null
 
@@ -196,7 +227,7 @@ Rows rows_of(const Task& task, const Queries& q, int64_t i, int64_t* at) {
 }
 
 void run_task(const Task& task, const Queries& q, Source source) {
-  if (source.kind != 0 && q.rows_of(task) > MAX_ROWS_AT_ONCE) {
+  if (!source.is_in_place() && q.rows_of(task) > MAX_ROWS_AT_ONCE) {
     thread_local Scratch memory;
     const int64_t first = q.window ? std::max<int64_t>(0, task.first - q.window + 1) : 0;
     source = source.decoded(first / BLOCK_TOKENS, (task.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS, q.size, memory);
@@ -204,13 +235,14 @@ void run_task(const Task& task, const Queries& q, Source source) {
   for (int64_t i = 0; i < q.rows_of(task); i += MAX_ROWS_AT_ONCE) {
     int64_t at[MAX_ROWS_AT_ONCE];
     const Rows rows = rows_of(task, q, i, at);
-    float *out[MAX_ROWS_AT_ONCE], *log_sum[MAX_ROWS_AT_ONCE];
+    float *out[MAX_ROWS_AT_ONCE], *log_sum[MAX_ROWS_AT_ONCE], sinks[MAX_ROWS_AT_ONCE];
     for (int r = 0; r < rows.count; ++r) {
+      if (q.sinks) sinks[r] = q.sinks[at[r] % q.heads];
       out[r] = q.out + at[r] * q.size;
       log_sum[r] = q.log_sum ? q.log_sum + at[r] : nullptr;
     }
     with_scores(q.scale, q.cap, [&](auto scoring) {
-      for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, scoring, out, q.log_sum ? log_sum : nullptr); });
+      for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, scoring, q.sinks ? sinks : nullptr, out, q.log_sum ? log_sum : nullptr); });
     });
   }
 }
@@ -247,6 +279,7 @@ void merge_pieces(const Rows& rows, const Queries& q, const int64_t* at, int64_t
       else
         state = more;
     }
+    if (q.sinks) add_sink(state[width - LANES], state[width - LANES + 1], state, q.sinks[at[r] % q.heads], q.size);
     finish(state[width - LANES], state[width - LANES + 1], state, q.size, q.out + at[r] * q.size, q.log_sum ? q.log_sum + at[r] : nullptr);
   }
 }
@@ -310,12 +343,12 @@ int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, 
 
 extern "C" {
 
-// keys and values as `kind` says (cache.h), scales null where it needs none; cap of the scores, 0 for none. Returns 0, or 1 where a head is too large, 2 where a
-// sequence's bounds do not fit, 3 where a block lies outside the cache.
+// keys and values as `kind` says (cache.h), keys null where the values are the keys too, scales null where it needs none; cap of the scores, 0 for none;
+// sinks[heads] or null. Returns 0, or 1 where a head is too large, 2 where a sequence's bounds do not fit, 3 where a block lies outside the cache.
 int tandem_paged_attention(const float* q, int kind, const void* keys, const void* values, const float* key_scales,
                            const float* value_scales, int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size,
                            const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
-                           int64_t table_width, float scale, int64_t window, float cap, float* out) {
+                           int64_t table_width, float scale, int64_t window, float cap, const float* sinks, float* out) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     std::vector<Task> tasks;
@@ -331,19 +364,19 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
       }
       work += add_tasks(tasks, s, kv_heads, first, last, query_start[s] - first);
     }
-    const int64_t tile = BLOCK_TOKENS * size;
+    const int64_t stored = for_stored(kind, [&](auto number) { return stored_size<decltype(number)>(size); }), tile = BLOCK_TOKENS * stored;
     const int64_t bytes = kind == 0 ? 4 : kind == 1 ? 2 : 1;
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t scales = task.kv_head * BLOCK_TOKENS;
       return {kind,
-              static_cast<const char*>(keys) + task.kv_head * tile * bytes,
+              keys ? static_cast<const char*>(keys) + task.kv_head * tile * bytes : nullptr,
               static_cast<const char*>(values) + task.kv_head * tile * bytes,
               key_scales ? key_scales + scales : nullptr,
               value_scales ? value_scales + scales : nullptr,
               kv_heads * tile,
               kv_heads * tile,
               kv_heads * BLOCK_TOKENS,
-              size,
+              stored,
               block_tables + task.sequence * table_width,
               0};
     });
@@ -355,7 +388,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
 // sequence's queries are its last positions. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
 int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, const int32_t* query_start,
                             int64_t sequences, int64_t tokens, int64_t queries, int64_t heads, int64_t kv_heads, int64_t size, float scale,
-                            int64_t window, float cap, float* out, float* log_sum) {
+                            int64_t window, float cap, const float* sinks, float* out, float* log_sum) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     if (bounds[0] != 0 || bounds[sequences] != tokens || query_start[0] != 0 || query_start[sequences] != queries) return 2;
@@ -377,7 +410,7 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
       for (int64_t head = 0; head < kv_heads; ++head)
         transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
                         transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t begin = bounds[task.sequence];
       return {0,
               transposed + (first_tile[static_cast<size_t>(task.sequence)] * kv_heads + task.kv_head) * tile,

@@ -16,7 +16,7 @@
 constexpr int MAX_ROWS_AT_ONCE = 8;
 constexpr int64_t SPAN = 512;
 constexpr int64_t SPAN_TILES = SPAN / BLOCK_TOKENS;
-constexpr int64_t MAX_HEAD_SIZE = 512;
+constexpr int64_t MAX_HEAD_SIZE = 576;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Tiles of fp32: tile t is block table[t], or the (t - first)th in order.

@@ -193,4 +193,23 @@ int tandem_packed_attention_backward(const float* grad, const float* q, const fl
       [&] { run({grad, q, k, v, out, log_sum, bounds, query_start, heads, kv_heads, size, scale, window, cap, grad_q, grad_k, grad_v}, sequences); });
 }
 
+// The gradient by the sinks[heads], whose share of the softmax of a row is exp(sink - log_sum): minus the sum over the rows, in order, of that share times
+// grad.out. The other gradients are those without sinks, given a log_sum with them.
+void tandem_sinks_backward(const float* grad, const float* out, const float* log_sum, const float* sinks, int64_t queries, int64_t heads, int64_t size,
+                           float* grad_sinks) {
+  const int threads = threads_for(queries * heads * size);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t head = 0; head < heads; ++head) {
+    V total = zero();
+    for (int64_t i = head; i < queries * heads; i += heads) {
+      V along = zero();
+      each_vector(size, [&](int64_t d, int n) { along = fma(get(grad + i * size + d, n), get(out + i * size + d, n), along); });
+      total = fnma(exp(set1(sinks[head] - log_sum[i])), set1(sum(along)), total);
+    }
+    alignas(64) float totals[LANES];
+    store(totals, total);
+    grad_sinks[head] = totals[0];
+  }
+}
+
 }  // extern "C"

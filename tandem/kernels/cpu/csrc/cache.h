@@ -1,7 +1,7 @@
 // The layout of the key-value cache, as `tandem/kernels/api.py` lays it down, and the numbers that stand in it.
 //
-// A number is fp32, bf16, or a code of 8 bits whose token and head have a scale: number = code scale, one fp32 product. The codes
-// are whole numbers up to 127, or e4m3 (Micikevicius et al., 2022). Encoding divides, rounds to nearest even and nothing else, so
+// A number is fp32, bf16, or a code of 8 or 4 bits whose token and head have a scale: number = code scale, one fp32 product. The codes
+// are whole numbers up to 127 or 7, or e4m3 (Micikevicius et al., 2022). Encoding divides, rounds to nearest even and nothing else, so
 // that plain torch finds the same bits (`tandem/kernels/kv_dtype.py`).
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "rows.h"
 
@@ -23,9 +24,21 @@ struct Int8 {
 struct Fp8 {
   uint8_t bits;
 };
+// Two codes of 4 bits, each plus 8: component d of a head in the low bits of byte d, component d + size / 2 in the high ones.
+struct Int4 {
+  uint8_t pair;
+};
 
 template <typename T>
 constexpr bool IS_SCALED = sizeof(T) == 1;
+template <typename T>
+constexpr bool IS_PAIR = std::is_same_v<T, Int4>;
+
+// The stored elements of a head of `size` components.
+template <typename T>
+constexpr int64_t stored_size(int64_t size) {
+  return IS_PAIR<T> ? size / 2 : size;
+}
 
 // Runs call(T{}) for what `kind` names: the order of KV_DTYPES in kv_dtype.py.
 template <typename Call>
@@ -34,6 +47,7 @@ INLINE auto for_stored(int kind, Call call) {
     case 1: return call(Bf16{});
     case 2: return call(Int8{});
     case 3: return call(Fp8{});
+    case 4: return call(Int4{});
     default: return call(float{});
   }
 }
@@ -99,6 +113,27 @@ INLINE V widen(const Fp8* p) {
 }
 #endif
 
+// The codes in the low bits of sixteen pairs, or in the high ones.
+template <bool HIGH>
+INLINE V widen_half(const Int4* p) {
+#if defined(__AVX512F__) && defined(__AVX2__)
+  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i codes = HIGH ? _mm512_srli_epi32(pairs, 4) : _mm512_and_si512(pairs, _mm512_set1_epi32(15));
+  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(8)))};
+#elif defined(__AVX2__) && defined(__FMA__)
+  const auto half = [](const Int4* at) {
+    const __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    const __m256i codes = HIGH ? _mm256_srli_epi32(pairs, 4) : _mm256_and_si256(pairs, _mm256_set1_epi32(15));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8)));
+  };
+  return {half(p), half(p + 8)};
+#else
+  float out[LANES];
+  for (int i = 0; i < LANES; ++i) out[i] = static_cast<float>((HIGH ? p[i].pair >> 4 : p[i].pair & 15) - 8);
+  return load(out);
+#endif
+}
+
 // The first n (1..16) numbers; the others are 0 and their memory is not touched.
 template <typename T>
 INLINE V widen_n(const T* p, int n) {
@@ -108,6 +143,22 @@ INLINE V widen_n(const T* p, int n) {
   return widen(whole);
 }
 INLINE V widen_n(const float* p, int n) { return get(p, n); }
+
+// step(d, n, codes) for the vectors of n codes from component d of a head on that is stored in `from`, in any order.
+template <typename T, typename Step>
+INLINE void each_code(const T* from, int64_t size, Step step) {
+  if constexpr (IS_PAIR<T>) {
+    const int64_t half = size / 2;
+    each_vector(half, [&](int64_t d, int n) {
+      Int4 whole[LANES] = {};
+      std::memcpy(whole, from + d, static_cast<size_t>(n));
+      step(d, n, widen_half<false>(whole));
+      step(half + d, n, widen_half<true>(whole));
+    });
+  } else {
+    each_vector(size, [&](int64_t d, int n) { step(d, n, widen_n(from + d, n)); });
+  }
+}
 
 // -- one head of one token to stored numbers ------------------------------------------------------------------------------------
 
@@ -161,5 +212,12 @@ INLINE float encode(const float* x, int64_t size, Fp8* out) {
   const float scale = scale_of(x, size, 448.0f);
   const bool finite = scale == scale;
   for (int64_t i = 0; i < size; ++i) out[i] = finite ? to_e4m3(x[i] / scale) : Fp8{0};
+  return scale;
+}
+INLINE float encode(const float* x, int64_t size, Int4* out) {
+  const float scale = scale_of(x, size, 7.0f), shift = 12582912.0f;
+  const bool finite = scale == scale;
+  const auto code = [&](int64_t i) { return finite ? static_cast<int>((x[i] / scale + shift) - shift) + 8 : 8; };
+  for (int64_t i = 0, half = size / 2; i < half; ++i) out[i].pair = static_cast<uint8_t>(code(i) | code(half + i) << 4);
   return scale;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "dot.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -24,6 +25,13 @@ constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row r
 constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
 constexpr int64_t SLAB_K = 32 * K_BLOCK;
 
+// The arithmetic of fp32: a unit of k is a number.
+struct Floats {
+  static constexpr int64_t BLOCK = K_BLOCK;
+  static constexpr bool IN_REGISTERS = true;
+  static INLINE_MEMBER V step(V a, V b, V acc) { return fma(a, b, acc); }
+};
+
 struct Tile {
   const float* left;
   int64_t row_stride, k_stride, k;
@@ -32,13 +40,12 @@ struct Tile {
   float* out;
   int64_t out_stride;
   const float* bias;
-  bool add;
+  bool add, rounds;
   int columns;  // of the last vector, 1..16
 };
 
-template <int ROWS, int VECTORS>
-void multiply_tile(const Tile& t) {
-  V acc[ROWS][VECTORS];
+template <int ROWS, int VECTORS, typename Math>
+INLINE void chains(const Tile& t, V (&acc)[ROWS][VECTORS]) {
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
@@ -55,10 +62,23 @@ void multiply_tile(const Tile& t) {
     for (int r = 0; r < ROWS; ++r) {
       const V a = set1(left[r * row_stride]);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] = Math::step(a, b[v], acc[r][v]);
     }
     left += k_stride;
     right += right_stride;
+  }
+}
+
+template <int ROWS, int VECTORS, typename Math>
+void multiply_tile(const Tile& t) {
+  V acc[ROWS][VECTORS];
+  if constexpr (Math::IN_REGISTERS) {
+    chains<ROWS, VECTORS, Math>(t, acc);
+  } else {
+    alignas(64) float sums[ROWS * VECTORS * LANES];
+    with_flushing([&] { emulated_chains<ROWS, VECTORS>(t.left, t.row_stride, t.k_stride, t.right, t.right_stride, t.k, sums); });
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(sums + (r * VECTORS + v) * LANES);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -70,10 +90,12 @@ void multiply_tile(const Tile& t) {
       if (columns == LANES) {
         if (t.add) value = add(load(out + v * LANES), value);
         if (t.bias) value = add(value, load(t.bias + v * LANES));
+        if (t.rounds) value = round_bf16(value);
         store(out + v * LANES, value);
       } else {
         if (t.add) value = add(load_n(out + v * LANES, columns), value);
         if (t.bias) value = add(value, load_n(t.bias + v * LANES, columns));
+        if (t.rounds) value = round_bf16(value);
         store_n(out + v * LANES, value, columns);
       }
     }
@@ -82,23 +104,25 @@ void multiply_tile(const Tile& t) {
 
 using TileFunction = void (*)(const Tile&);
 
-template <int VECTORS, int... ROWS>
+template <int VECTORS, typename Math, int... ROWS>
 constexpr void fill(TileFunction* table, std::integer_sequence<int, ROWS...>) {
-  ((table[ROWS + 1] = multiply_tile<ROWS + 1, VECTORS>), ...);
+  ((table[ROWS + 1] = multiply_tile<ROWS + 1, VECTORS, Math>), ...);
 }
 
+template <typename Math>
 struct TileFunctions {
   TileFunction of[MAX_VECTORS + 1][MOST_ROWS + 1] = {};
   constexpr TileFunctions() {
-    fill<1>(of[1], std::make_integer_sequence<int, MAX_ROWS[1]>{});
+    fill<1, Math>(of[1], std::make_integer_sequence<int, MAX_ROWS[1]>{});
 #if defined(__AVX512F__)
-    fill<2>(of[2], std::make_integer_sequence<int, MAX_ROWS[2]>{});
-    fill<3>(of[3], std::make_integer_sequence<int, MAX_ROWS[3]>{});
-    fill<4>(of[4], std::make_integer_sequence<int, MAX_ROWS[4]>{});
+    fill<2, Math>(of[2], std::make_integer_sequence<int, MAX_ROWS[2]>{});
+    fill<3, Math>(of[3], std::make_integer_sequence<int, MAX_ROWS[3]>{});
+    fill<4, Math>(of[4], std::make_integer_sequence<int, MAX_ROWS[4]>{});
 #endif
   }
 };
-constexpr TileFunctions TILES;
+template <typename Math>
+constexpr TileFunctions<Math> TILES;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 int64_t panel_width(int64_t n, int64_t panel) { return std::min(PANEL, round_up(n - panel * PANEL, LANES)); }
@@ -154,30 +178,33 @@ void pack_left(const Left& left, int64_t rows, int64_t k, int64_t tile, float* t
 }
 
 // Everything of the product in rows m0 .. m1 and panels p0 .. p1, with the right matrix packed.
+template <typename Math>
 class Block {
+  static constexpr int64_t DEEP = Math::BLOCK;
+
  public:
   Block(const Product& product, const float* packed) : p_(product), packed_(packed) {}
 
   void run(int64_t m0, int64_t m1, int64_t p0, int64_t p1) const {
-    if (m1 - m0 == 1 && p_.left.k_stride == 1 && !p_.accumulate)
+    if (Math::IN_REGISTERS && m1 - m0 == 1 && p_.left.k_stride == 1 && !p_.accumulate)
       for (; p0 + STREAMS <= p1 && (p0 + STREAMS) * PANEL <= p_.n; p0 += STREAMS) row_of_panels(m0, p0);
     thread_local Scratch memory;
     const bool repack = p_.left.k_stride != 1;
     if (!repack && m1 - m0 <= ROW_CHUNK && (m1 - m0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
       for (int64_t panel = p0; panel < p1; ++panel)
-        for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK)
+        for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP)
           panel_rows(left_at(m0, k0), 0, m0, m1, panel, k0, packed_at(panel, k0));
       return;
     }
     for (int64_t c0 = m0; c0 < m1; c0 += ROW_CHUNK) {
       const int64_t c1 = std::min(m1, c0 + ROW_CHUNK);
-      for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
+      for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP) {
         Left left = left_at(c0, k0);
         int64_t tile = 0;
         if (repack) {
           tile = MAX_ROWS[MAX_VECTORS];
-          float* to = memory.floats((ROW_CHUNK + MOST_ROWS) * K_BLOCK);
-          pack_left(left, c1 - c0, std::min(K_BLOCK, p_.k - k0), tile, to);
+          float* to = memory.floats((ROW_CHUNK + MOST_ROWS) * DEEP);
+          pack_left(left, c1 - c0, std::min(DEEP, p_.k - k0), tile, to);
           left.data = to;
         }
         for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0, packed_at(panel, k0));
@@ -188,9 +215,9 @@ class Block {
   // All rows of one panel, with the right matrix packed block by block and used while it is in the cache.
   void run_unpacked(int64_t panel) const {
     thread_local Scratch memory;
-    float* to = memory.floats(PANEL * K_BLOCK);
-    for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
-      pack_panel(p_.right, p_.n, panel, k0, std::min(K_BLOCK, p_.k - k0), to);
+    float* to = memory.floats(PANEL * DEEP);
+    for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP) {
+      pack_panel(p_.right, p_.n, panel, k0, std::min(DEEP, p_.k - k0), to);
       panel_rows(left_at(0, k0), 0, 0, p_.m, panel, k0, to);
     }
   }
@@ -208,19 +235,19 @@ class Block {
     constexpr int VECTORS = PANEL / LANES;
     const float *left = p_.left.data + m * p_.left.row_stride, *right = packed_at(panel, 0);
     float* out = p_.out + m * p_.out_stride + panel * PANEL;
-    for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
+    for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP) {
       V acc[STREAMS][VECTORS];
 #pragma GCC unroll 4
       for (int s = 0; s < STREAMS; ++s)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) acc[s][v] = zero();
-      const int64_t end = std::min(p_.k, k0 + K_BLOCK);
+      const int64_t end = std::min(p_.k, k0 + DEEP);
       for (int64_t k = k0; k < end; ++k, right += PANEL) {
         const V a = set1(left[k]);
 #pragma GCC unroll 4
         for (int s = 0; s < STREAMS; ++s)
 #pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; ++v) acc[s][v] = fma(a, load(right + s * PANEL * p_.k + v * LANES), acc[s][v]);
+          for (int v = 0; v < VECTORS; ++v) acc[s][v] = Math::step(a, load(right + s * PANEL * p_.k + v * LANES), acc[s][v]);
       }
 #pragma GCC unroll 4
       for (int s = 0; s < STREAMS; ++s)
@@ -229,6 +256,7 @@ class Block {
           float* to = out + s * PANEL + v * LANES;
           V value = k0 > 0 ? add(load(to), acc[s][v]) : acc[s][v];
           if (p_.bias && end == p_.k) value = add(value, load(p_.bias + (panel + s) * PANEL + v * LANES));
+          if (p_.rounds && end == p_.k) value = round_bf16(value);
           store(to, value);
         }
     }
@@ -239,7 +267,7 @@ class Block {
   // Rows m0 .. m1 of one panel and one block of k, whose [k][width] is `right`. `left` starts at (m0, k0), or is packed in
   // tiles of `tile` rows.
   void panel_rows(const Left& left, int64_t tile, int64_t m0, int64_t m1, int64_t panel, int64_t k0, const float* right) const {
-    const int64_t k = std::min(K_BLOCK, p_.k - k0), width = panel_width(p_.n, panel), first = panel * PANEL;
+    const int64_t k = std::min(DEEP, p_.k - k0), width = panel_width(p_.n, panel), first = panel * PANEL;
     const bool last = k0 + k == p_.k;
     for (int64_t n = 0; n < width;) {
       const int vectors = static_cast<int>(std::min<int64_t>(MAX_VECTORS, (width - n) / LANES));
@@ -251,6 +279,7 @@ class Block {
       t.out_stride = p_.out_stride;
       t.bias = last && p_.bias ? p_.bias + first + n : nullptr;
       t.add = p_.accumulate || k0 > 0;
+      t.rounds = p_.rounds && last;
       t.columns = static_cast<int>(std::min<int64_t>(LANES, p_.n - first - n - (vectors - 1) * LANES));
       for (int64_t m = m0; m < m1; m += most) {
         const int64_t rows = std::min(most, m1 - m);
@@ -258,15 +287,16 @@ class Block {
         t.row_stride = tile ? 1 : left.row_stride;
         t.k_stride = tile ? tile : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
-        TILES.of[vectors][rows](t);
+        TILES<Math>.of[vectors][rows](t);
       }
       n += vectors * LANES;
     }
   }
 };
 
+template <typename Math>
 void multiply_packed(const Product& p, const float* packed) {
-  const Block block(p, packed);
+  const Block<Math> block(p, packed);
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k);
   if (threads == 1) return block.run(0, p.m, 0, panels);
@@ -289,7 +319,7 @@ constexpr int64_t CODED_ROWS = 4 * ROW_CHUNK;
 
 // Few rows: packing the whole right matrix first would cost more than the product.
 void multiply_few_rows(const Product& p) {
-  const Block block(p, nullptr);
+  const Block<Floats> block(p, nullptr);
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
   Failure failure;
@@ -318,10 +348,12 @@ void multiply(const Product& p) {
       for (int64_t n = 0; n < p.n; ++n) {
         float* out = p.out + m * p.out_stride + n;
         *out = (p.accumulate ? *out : 0.0f) + (p.bias ? p.bias[n] : 0.0f);
+        if (p.rounds) *out = float_of(rounded_bits(*out));
       }
     return;
   }
-  if (p.right.layout == Layout::PACKED) return multiply_packed(p, p.right.data);
+  if (p.pairs) return multiply_packed<Pairs>(p, p.right.data);
+  if (p.right.layout == Layout::PACKED) return multiply_packed<Floats>(p, p.right.data);
   if (p.right.layout == Layout::CODED) {
     for (int64_t m = 0; m < p.m; m += CODED_ROWS) {
       Product part = p;
@@ -349,6 +381,6 @@ void multiply(const Product& p) {
       const Right slab = {p.right.data + (rows ? k * p.right.stride + n : n * p.right.stride + k), p.right.layout, p.right.stride};
       float* packed = memory.floats(packed_floats(part.n, part.k));
       pack(slab, part.n, part.k, packed);
-      multiply_packed(part, packed);
+      multiply_packed<Floats>(part, packed);
     }
 }

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-constexpr int64_t K_BLOCK = 256;
+constexpr int64_t K_BLOCK = 256;  // numbers
 constexpr int64_t PANEL = 64;
 constexpr int64_t ROW_CHUNK = 192;  // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
 
@@ -45,6 +45,8 @@ struct Product {
   int64_t out_stride;
   const float* bias;  // [n] or null, added last
   bool accumulate;    // out += instead of out =
+  bool pairs = false;   // both matrices hold pairs of bf16 numbers (dot.h), which k, the strides and the panels count; right is PACKED
+  bool rounds = false;  // results, with their bias, are rounded to bf16
 };
 
 int64_t packed_floats(int64_t n, int64_t k);

@@ -89,9 +89,10 @@ int tandem_rope_to_cache(const float* qkv, const int64_t* positions, const float
         const int64_t at = block * hkv + h;
         head_forward(from + (hq + h) * size, k_norm, eps, angles, size, head);
         const float key_scale = encode(head, size, codes);
-        T* to = static_cast<T*>(keys) + at * size * BLOCK_TOKENS + offset;
-        for (int64_t d = 0; d < size; ++d) to[d * BLOCK_TOKENS] = codes[d];
-        const float value_scale = encode(from + (hq + hkv + h) * size, size, static_cast<T*>(values) + (at * BLOCK_TOKENS + offset) * size);
+        const int64_t stored_each = stored_size<T>(size);
+        T* to = static_cast<T*>(keys) + at * stored_each * BLOCK_TOKENS + offset;
+        for (int64_t d = 0; d < stored_each; ++d) to[d * BLOCK_TOKENS] = codes[d];
+        const float value_scale = encode(from + (hq + hkv + h) * size, size, static_cast<T*>(values) + (at * BLOCK_TOKENS + offset) * stored_each);
         if constexpr (IS_SCALED<T>) {
           key_scales[at * BLOCK_TOKENS + offset] = key_scale;
           value_scales[at * BLOCK_TOKENS + offset] = value_scale;
@@ -111,10 +112,7 @@ void tandem_round_kv(const float* rows, int kind, int64_t count, int64_t size, f
     for (int64_t i = 0; i < count; ++i) {
       T codes[MAX_HEAD];
       const float scale = encode(rows + i * size, size, codes);
-      each_vector(size, [&](int64_t d, int n) {
-        const V x = widen_n(codes + d, n);
-        put(out + i * size + d, IS_SCALED<T> ? mul(x, set1(scale)) : x, n);
-      });
+      each_code(codes, size, [&](int64_t d, int n, V x) { put(out + i * size + d, IS_SCALED<T> ? mul(x, set1(scale)) : x, n); });
     }
   });
 }

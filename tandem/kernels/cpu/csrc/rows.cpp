@@ -1,4 +1,4 @@
-// Row-wise kernels: RMS norm (with and without a residual) and the gated activation, forward and backward.
+// Row-wise kernels: RMS norm (with and without a residual, and of centred rows, which is LayerNorm without a bias) and the gated activation, forward and backward.
 //
 // A row's sums run in sixteen lanes over its columns and close with one fixed tree. Sums over rows (gradients of norm weights)
 // run in order inside chunks of ROWS_PER_SUM rows and then over the chunks, whoever computed them.
@@ -14,19 +14,30 @@ namespace {
 
 constexpr int64_t ROWS_PER_SUM = 64;
 
-void add_norm_row(const float* x, const float* residual, const float* weight, int64_t width, float eps, float* out, float* total,
-                  float* rstd) {
+void add_norm_row(const float* x, const float* residual, const float* weight, int64_t width, float eps, bool centred, float* out,
+                  float* total, float* rstd) {
   if (residual) {
     each_vector(width, [&](int64_t i, int n) { put(total + i, add(get(x + i, n), get(residual + i, n)), n); });
     x = total;
+  }
+  if (centred) {
+    centre_row(x, width, out);
+    x = out;
   }
   *rstd = norm_row(x, weight, width, eps, out);
 }
 
 // The gradient of one row into grad_x, and of the weight added to weight_sum.
 void norm_row_backward(const float* x, const float* weight, const float* grad, const float* grad_total, float rstd, int64_t width,
-                       float* grad_x, float* weight_sum) {
-  norm_row_grad(x, weight, grad, rstd, width, grad_x, weight_sum);
+                       bool centred, float* grad_x, float* weight_sum) {
+  if (centred) {
+    centre_row(x, width, grad_x);
+    norm_row_grad(grad_x, weight, grad, rstd, width, grad_x, weight_sum);
+    // Centring is a symmetric matrix, so the gradient passes through it as the row did.
+    centre_row(grad_x, width, grad_x);
+  } else {
+    norm_row_grad(x, weight, grad, rstd, width, grad_x, weight_sum);
+  }
   if (grad_total) each_vector(width, [&](int64_t i, int n) { put(grad_x + i, add(get(grad_x + i, n), get(grad_total + i, n)), n); });
 }
 
@@ -49,7 +60,7 @@ void gate_rows(const float* gate_up, int64_t rows, int64_t width, Activation act
   for (int64_t r = 0; r < rows; ++r) {
     const float *gate = gate_up + r * 2 * width, *up = gate + width;
     float* to = out + r * width;
-    each_vector(width, [&](int64_t i, int n) { put(to + i, mul(activation.value(get(gate + i, n)), get(up + i, n)), n); });
+    each_vector(width, [&](int64_t i, int n) { put(to + i, gated(activation, get(gate + i, n), get(up + i, n)), n); });
   }
 }
 
@@ -61,11 +72,10 @@ void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, i
     const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
     float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
     each_vector(width, [&](int64_t i, int n) {
-      const V d = get(from + i, n);
-      V value, slope;
-      activation.both(get(gate + i, n), value, slope);
-      put(to_gate + i, mul(mul(d, get(up + i, n)), slope), n);
-      put(to_up + i, mul(d, value), n);
+      V by_gate, by_up;
+      gated_slopes(activation, get(gate + i, n), get(up + i, n), get(from + i, n), by_gate, by_up);
+      put(to_gate + i, by_gate, n);
+      put(to_up + i, by_up, n);
     });
   }
 }
@@ -75,37 +85,39 @@ void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, i
 void gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out) {
   if (activation == SILU)
     gate_rows(gate_up, rows, width, Silu{}, out);
-  else
+  else if (activation == GELU_TANH)
     gate_rows(gate_up, rows, width, GeluTanh{}, out);
+  else
+    gate_rows(gate_up, rows, width, ClampedSwiglu{}, out);
 }
 
 extern "C" {
 
-// out = norm(x [+ residual]), total = x + residual (where there is one), rstd[rows].
-void tandem_rms_norm(const float* x, const float* residual, const float* weight, int64_t rows, int64_t width, float eps, float* out,
-                     float* total, float* rstd) {
+// out = norm(x [+ residual]), total = x + residual (where there is one), rstd[rows]. Row r has the weights weight[r % groups][width].
+void tandem_rms_norm(const float* x, const float* residual, const float* weight, int64_t rows, int64_t width, int64_t groups, float eps,
+                     int centred, float* out, float* total, float* rstd) {
   const int threads = threads_for(rows * width * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
     float scale;
-    add_norm_row(x + r * width, residual ? residual + r * width : nullptr, weight, width, eps, out + r * width,
-                 residual ? total + r * width : nullptr, rstd ? rstd + r : &scale);
+    add_norm_row(x + r * width, residual ? residual + r * width : nullptr, weight + r % groups * width, width, eps, centred,
+                 out + r * width, residual ? total + r * width : nullptr, rstd ? rstd + r : &scale);
   }
 }
 
 // grad_x also receives grad_total (the gradient that reaches x + residual by its other way), where given.
 int tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd,
-                              int64_t rows, int64_t width, float* grad_x, float* grad_weight) {
+                              int64_t rows, int64_t width, int64_t groups, int centred, float* grad_x, float* grad_weight) {
   return or_out_of_memory([&] {
-    const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
-    std::vector<float> partials(static_cast<size_t>(chunks * width), 0.0f);
+    const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM, all = groups * width;
+    std::vector<float> partials(static_cast<size_t>(chunks * all), 0.0f);
     const int threads = threads_for(rows * width * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r)
-        norm_row_backward(x + r * width, weight, grad + r * width, grad_total ? grad_total + r * width : nullptr, rstd[r], width,
-                          grad_x + r * width, partials.data() + c * width);
-    sum_partials(partials.data(), chunks, width, grad_weight);
+        norm_row_backward(x + r * width, weight + r % groups * width, grad + r * width, grad_total ? grad_total + r * width : nullptr,
+                          rstd[r], width, centred, grad_x + r * width, partials.data() + c * all + r % groups * width);
+    sum_partials(partials.data(), chunks, all, grad_weight);
   });
 }
 
@@ -117,8 +129,10 @@ void tandem_gate_mul(const float* gate_up, int64_t rows, int64_t width, int acti
 void tandem_gate_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, int activation, float* grad_gate_up) {
   if (activation == SILU)
     gate_rows_backward(gate_up, grad, rows, width, Silu{}, grad_gate_up);
-  else
+  else if (activation == GELU_TANH)
     gate_rows_backward(gate_up, grad, rows, width, GeluTanh{}, grad_gate_up);
+  else
+    gate_rows_backward(gate_up, grad, rows, width, ClampedSwiglu{}, grad_gate_up);
 }
 
 // out[rows, width] = cap tanh(x / cap); out may be x.

@@ -42,7 +42,20 @@ INLINE float norm_row(const float* x, const float* weight, int64_t width, float 
   return rstd;
 }
 
-// With h = x rstd and u = grad weight: grad_x = rstd (u - h mean(u h)), weight_sum += grad h. grad_x may be grad.
+// out = x - mean(x); out may be x.
+INLINE void centre_row(const float* x, int64_t width, float* out) {
+  V even = zero(), odd = zero();
+  int64_t i = 0;
+  for (; i + 2 * LANES <= width; i += 2 * LANES) {
+    even = add(even, load(x + i));
+    odd = add(odd, load(x + i + LANES));
+  }
+  each_vector(width - i, [&](int64_t j, int n) { even = add(even, get(x + i + j, n)); });
+  const V mean = set1(sum(add(even, odd)) / static_cast<float>(width));
+  each_vector(width, [&](int64_t j, int n) { put(out + j, sub(get(x + j, n), mean), n); });
+}
+
+// With h = x rstd and u = grad weight: grad_x = rstd (u - h mean(u h)), weight_sum += grad h. grad_x may be grad, or x.
 INLINE void norm_row_grad(const float* x, const float* weight, const float* grad, float rstd, int64_t width, float* grad_x,
                           float* weight_sum) {
   const V scale = set1(rstd);
@@ -87,8 +100,47 @@ struct GeluTanh {
   }
 };
 
-// The codes of an MLP's activation.
-constexpr int SILU = 0, GELU_TANH = 1;
+// The gate of an MLP: activation(gate) up.
+template <typename Activation>
+INLINE V gated(Activation activation, V gate, V up) {
+  return mul(activation.value(gate), up);
+}
 
-// out[rows, width] = activation(gate_up[:, :width]) gate_up[:, width:].
+// Its slopes by gate and up, times d.
+template <typename Activation>
+INLINE void gated_slopes(Activation activation, V gate, V up, V d, V& by_gate, V& by_up) {
+  V value, slope;
+  activation.both(gate, value, slope);
+  by_gate = mul(mul(d, up), slope);
+  by_up = mul(d, value);
+}
+
+// That of gpt-oss (OpenAI, 2025): g sigmoid(1.702 g) (u + 1), with g the gate up to 7 and u up between -7 and 7.
+struct ClampedSwiglu {
+  static constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
+
+  // NaN stays NaN.
+  INLINE_MEMBER static V at_most(V x) { return where_less(set1(LIMIT), x, set1(LIMIT), x); }
+  INLINE_MEMBER static V bounded(V x) { return where_less(x, set1(-LIMIT), set1(-LIMIT), at_most(x)); }
+  INLINE_MEMBER static V decay(V g) { return exp(mul(g, set1(-ALPHA))); }
+};
+
+INLINE V gated(ClampedSwiglu, V gate, V up) {
+  const V g = ClampedSwiglu::at_most(gate), one = set1(1.0f);
+  return mul(div(g, add(one, ClampedSwiglu::decay(g))), add(ClampedSwiglu::bounded(up), one));
+}
+
+INLINE void gated_slopes(ClampedSwiglu, V gate, V up, V d, V& by_gate, V& by_up) {
+  const V g = ClampedSwiglu::at_most(gate), u = ClampedSwiglu::bounded(up), one = set1(1.0f), limit = set1(ClampedSwiglu::LIMIT);
+  const V sigmoid = div(one, add(one, ClampedSwiglu::decay(g)));
+  const V slope = mul(sigmoid, fma(mul(g, set1(ClampedSwiglu::ALPHA)), sub(one, sigmoid), one));
+  by_gate = where_less(limit, gate, zero(), mul(mul(d, add(u, one)), slope));
+  const V inside = mul(d, mul(g, sigmoid));
+  by_up = where_less(limit, up, zero(), where_less(up, sub(zero(), limit), zero(), inside));
+}
+
+// The codes of an MLP's activation.
+constexpr int SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2;
+
+// out[rows, width] = the gate of gate_up[:, :width] and gate_up[:, width:].
 void gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out);

@@ -9,7 +9,7 @@ round alike. Masked keys add exact zeros to a row, so that neither the tile nor 
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import capped, decode_fp8, group_rows, product, sequence_with, tile_of
+from tandem.kernels.triton.programs.common import capped, decode_fp8, decode_int4, group_rows, product, sequence_with, tile_of
 
 
 @triton.jit
@@ -24,18 +24,24 @@ def _load_keys(
     k, scales, table, at, read, head, d, start_row, kv_heads,
     MASKED: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``CODES``: 0 values, 1 int8, 2 e4m3."""
+    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``PAGED``: 1 from a cache of transposed
+    keys, 2 from one of rows that are values too. ``CODES``: 0 values, 1 int8, 2 e4m3, 3 pairs of 4 bits, whose high ones are
+    those of the second half of a head, and which rows that are values too never have."""
     mask = (d < D)[:, None] & read[None, :]
     UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
         block = _block_of(table, at, read, MASKED)
-        offset = ((block * kv_heads + head) * D * 16 + at % 16)[None, :] + d[:, None] * 16
-        # Sixteen keys are contiguous, and every block starts at a multiple of 16.
-        offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
+        STORED: tl.constexpr = D // 2 if CODES == 3 else D
+        if PAGED == 2:
+            offset = ((block * kv_heads + head) * 16 + at % 16)[None, :] * D + d[:, None]
+        else:
+            offset = ((block * kv_heads + head) * STORED * 16 + at % 16)[None, :] + (d % STORED if CODES == 3 else d)[:, None] * 16
+            # Sixteen keys are contiguous, and every block starts at a multiple of 16.
+            offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
         keys = tl.load(k + offset) if UNMASKED else tl.load(k + offset, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
+            wide = decode_int4(keys, (d >= STORED)[:, None]) if CODES == 3 else decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
             keys = wide * scale[None, :]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
@@ -54,12 +60,13 @@ def _load_values(
     UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
         block = _block_of(table, at, read, MASKED)
-        offset = ((block * kv_heads + head) * 16 + at % 16) * D
-        own = v + offset[:, None] + d[None, :]
+        STORED: tl.constexpr = D // 2 if CODES == 3 else D
+        offset = ((block * kv_heads + head) * 16 + at % 16) * STORED
+        own = v + offset[:, None] + (d % STORED if CODES == 3 else d)[None, :]
         values = tl.load(own) if UNMASKED else tl.load(own, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(values) if CODES == 2 else values.to(tl.float32)
+            wide = decode_int4(values, (d >= STORED)[None, :]) if CODES == 3 else decode_fp8(values) if CODES == 2 else values.to(tl.float32)
             values = wide * scale[:, None]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
@@ -136,6 +143,15 @@ def _merge(largest, total, acc, split_largest, split_total, split_acc):
 
 
 @triton.jit
+def _with_sink(largest, total, acc, sink):
+    """Merges all splits with the scores ``sink[M]`` of keys without values (Xiao et al., 2023)."""
+    score = sink * 1.4426950408889634
+    new = tl.maximum(largest, score)
+    old = tl.exp2(largest - new)
+    return new, tl.fma(total, old, tl.exp2(score - new)), acc * old[:, None]
+
+
+@triton.jit
 def _attend_all(
     q, position, low, whole, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
     CAREFUL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
@@ -179,8 +195,8 @@ def _not_finite(acc):
 
 @triton.jit
 def attention(
-    q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sequences, table_width,
-    query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr,
+    q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sinks, sequences, table_width,
+    query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr, SINKS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
     PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -190,7 +206,8 @@ def attention(
     Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. ``lengths[S]``: paged, their
     tokens in the cache, the new ones at the end; packed, their tokens in q. ``IS_SPLIT``: writes this program's split to ``partial[T, Hq,
     splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; otherwise all splits, in order, to ``out[T, Hq, D]``, and with
-    ``KEEPS_TOTAL`` the base-2 logarithm of the sum of weights to ``log_total[T, Hq]``. ``CAP``: the soft cap of the scores in units of log 2 (0: none)."""
+    ``KEEPS_TOTAL`` the base-2 logarithm of the sum of weights to ``log_total[T, Hq]``. ``CAP``: the soft cap of the scores in units of log 2 (0: none).
+    ``SINKS``: the scores ``sinks[Hq]`` fp32 join the denominators."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     head = tl.program_id(1)
     s, row, count, first = tile_of(starts, sequences, TOKENS)
@@ -247,6 +264,8 @@ def attention(
                 queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
                 True, WINDOW, CAP, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
+        if SINKS:
+            largest, total, acc = _with_sink(largest, total, acc, tl.load(sinks + at % query_heads, mask=is_row, other=0.0))
         result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
         if KEEPS_TOTAL:
@@ -255,7 +274,7 @@ def attention(
 
 @triton.jit
 def merge_splits(
-    partial, partial_largest, partial_total, starts, lengths, out, sequences, query_heads, splits,
+    partial, partial_largest, partial_total, sinks, starts, lengths, out, sequences, query_heads, splits, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of one token and ``BLOCK_H`` of its heads, in order, into ``out``. Grid: (tokens, head tiles)."""
@@ -279,5 +298,7 @@ def merge_splits(
         sum_of_one = tl.load(partial_total + own, mask=is_head, other=0.0)
         acc_of_one = tl.load(partial + own[:, None] * D + d[None, :], mask=mask, other=0.0)
         largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
+    if SINKS:
+        largest, total, acc = _with_sink(largest, total, acc, tl.load(sinks + heads, mask=is_head, other=0.0))
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
     tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+SILU, GELU, SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""The codes of an MLP's activation."""
+ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
+"""Of the clamped SwiGLU."""
+
 
 @triton.jit
 def product(a, b, acc, WIDEN: tl.constexpr):
@@ -119,6 +124,13 @@ def encode_int8(x):
 
 
 @triton.jit
+def decode_int4(pairs, is_high):
+    """Decodes one of the two codes in each of ``pairs`` uint8 to fp32: that of the high bits where ``is_high``."""
+    wide = pairs.to(tl.int32)
+    return (tl.where(is_high, wide >> 4, wide & 15) - 8).to(tl.float32)
+
+
+@triton.jit
 def capped(x, CAP: tl.constexpr):
     """Returns ``CAP tanh(x / CAP)``: near 0 by the polynomial of Cephes' tanhf (Moshier, 1989), else ``1 - 2 / (exp(2 |y|) + 1)`` with the sign of y."""
     y = tl.div_rn(x, tl.full(x.shape, CAP, tl.float32))
@@ -138,6 +150,12 @@ def cap_slope(value, CAP: tl.constexpr):
     """Returns the slope of ``capped`` where it is ``value``."""
     share = value / CAP
     return 1.0 - share * share
+
+
+@triton.jit
+def swiglu_bounds(gate, up, LIMIT: tl.constexpr):
+    """Returns the gate up to ``LIMIT`` and up between ``-LIMIT`` and ``LIMIT``; NaN stays NaN."""
+    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
 
 
 @triton.jit

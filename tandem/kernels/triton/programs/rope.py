@@ -8,8 +8,8 @@ from tandem.kernels.triton.programs.common import encode_fp8, encode_int8, heads
 
 @triton.jit
 def _coded(first, second, is_inner, CODES: tl.constexpr):
-    """Returns 8-bit codes for rows whose halves are ``first`` and ``second``, and the scale of each row (see ``kv_dtype``)."""
-    most: tl.constexpr = 127.0 if CODES == 1 else 448.0
+    """Returns codes for rows whose halves are ``first`` and ``second``, and the scale of each row (see ``kv_dtype``); of 4 bits, pairs for both halves."""
+    most: tl.constexpr = 127.0 if CODES == 1 else 448.0 if CODES == 2 else 7.0
     finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
     is_whole = tl.min(tl.where(finite | ~is_inner, 1, 0), 1) > 0
     largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
@@ -22,6 +22,10 @@ def _coded(first, second, is_inner, CODES: tl.constexpr):
     if CODES == 1:
         first_codes = encode_int8(a)
         second_codes = encode_int8(b)
+    elif CODES == 3:
+        pairs = (encode_int8(a).to(tl.int32) + 8) | ((encode_int8(b).to(tl.int32) + 8) << 4)
+        first_codes = pairs.to(tl.uint8)
+        second_codes = first_codes
     else:
         first_codes = encode_fp8(a)
         second_codes = encode_fp8(b)
@@ -68,8 +72,9 @@ def rope(
         offset = slot % 16
         key_row = block * kv_heads + heads - query_heads
         value_row = key_row - kv_heads
-        to_k = k + key_row[:, None] * D * 16 + h[None, :] * 16 + offset
-        to_v = v + (value_row * 16 + offset)[:, None] * D + h[None, :]
+        STORED: tl.constexpr = D // 2 if CODES == 3 else D
+        to_k = k + key_row[:, None] * STORED * 16 + h[None, :] * 16 + offset
+        to_v = v + (value_row * 16 + offset)[:, None] * STORED + h[None, :]
         if CODES == 0:
             first_out = turned_first.to(k.dtype.element_ty)
             second_out = turned_second.to(k.dtype.element_ty)
@@ -78,9 +83,10 @@ def rope(
             tl.store(k_scales + key_row * 16 + offset, scale, mask=is_key)
             tl.store(v_scales + value_row * 16 + offset, scale, mask=is_value)
         tl.store(to_k, first_out, mask=is_inner & is_key[:, None])
-        tl.store(to_k + D // 2 * 16, second_out, mask=is_inner & is_key[:, None])
         tl.store(to_v, first_out, mask=is_inner & is_value[:, None])
-        tl.store(to_v + D // 2, second_out, mask=is_inner & is_value[:, None])
+        if CODES != 3:
+            tl.store(to_k + D // 2 * 16, second_out, mask=is_inner & is_key[:, None])
+            tl.store(to_v + D // 2, second_out, mask=is_inner & is_value[:, None])
     else:
         key_head = heads - query_heads
         to_k = k + (token * kv_heads + key_head)[:, None] * D + h[None, :]

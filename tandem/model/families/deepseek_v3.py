@@ -1,0 +1,83 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024): latent attention with a compressed cache, and a mixture of experts with shared ones, chosen by sigmoid scores."""
+
+from typing import Any
+
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.model.family import ConfigFlag, Family, Mixture, Terms
+from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.model.huggingface.latent_config import read_latent
+
+NAMES = ExpertNames()
+PUBLISHED = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
+
+
+def read_dense_layers(reader: ConfigReader, layers: int, default: int) -> tuple[int, ...]:
+    """Reads ``first_k_dense_replace``: the first layers, which have a plain MLP."""
+    dense = reader.config.get("first_k_dense_replace")
+    dense = default if dense is None else dense
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
+        raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number below the {layers} layers")
+    reader.only("moe_layer_freq", 1)
+    return tuple(range(dense))
+
+
+def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
+    reader.only("scoring_func", "sigmoid")
+    reader.only("topk_method", "noaux_tc")
+    inner = reader.integer("moe_intermediate_size", 2048)
+    return ExpertShapes(
+        reader.integer("n_routed_experts" if "n_routed_experts" in reader.config else "num_local_experts", 256),
+        reader.integer("num_experts_per_tok", 8),
+        inner,
+        normalised=reader.boolean("norm_topk_prob", True),
+        dense_layers=read_dense_layers(reader, layers, 3),
+        names=NAMES,
+        shared_intermediate_size=inner * reader.integer("n_shared_experts", 1),
+        sigmoid=SigmoidRouting(reader.integer("n_group", 8), reader.integer("topk_group", 4), reader.number("routed_scaling_factor", 2.5)),
+    )
+
+
+def write_experts(experts: ExpertShapes) -> dict[str, Any]:
+    routing = experts.sigmoid or SigmoidRouting()
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "first_k_dense_replace": len(experts.dense_layers),
+        "moe_layer_freq": 1,
+        "norm_topk_prob": experts.normalised,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": routing.groups,
+        "topk_group": routing.groups_per_tok,
+        "routed_scaling_factor": routing.scaling,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def new_latent(head_dim: int) -> LatentAttention:
+    """Returns sizes in the ratios of the published model."""
+    return LatentAttention(4 * head_dim, head_dim, max(2, head_dim // 4 * 2), head_dim, 12 * head_dim)
+
+
+def write_order(shapes: ModelShapes) -> dict[str, Any]:
+    return {"rope_interleave": shapes.rotary_interleaved}
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    attention_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    terms=Terms(
+        lambda reader, layers, head_dim: {"rotary_interleaved": reader.boolean("rope_interleave", True)},
+        write_order,
+        lambda layers: {"rotary_interleaved": True},
+    ),
+    experts=Mixture(NAMES, read_experts, write_experts, lambda inner: {"shared_intermediate_size": inner, "sigmoid": SigmoidRouting()}),
+    max_position_embeddings=4096,
+    latent=lambda reader: read_latent(reader, PUBLISHED),
+    new_latent=new_latent,
+)

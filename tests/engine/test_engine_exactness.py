@@ -1,0 +1,86 @@
+"""The exactness matrix by family: the same tokens, and the same bits of every log-probability as the trainer's forward pass, in fp32 and bf16, whatever the
+batch, chunks, prefix cache, preemption, speculation, ranks and kernels."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_matrix import KEYS, MEMORY, PROMPTS, SPECULATION, Completions, before_and_after_an_update, generate
+
+from tandem.engine.llm import LLM
+from tandem.kernels import Kernels, select
+from tandem.kernels.mixed import in_precision
+from tandem.model.attention import PackedContext
+from tandem.model.huggingface.model_folder import load_model
+
+FAMILIES = ("mistral", "gpt_oss")
+"""One with sliding windows, one with sinks."""
+CELLS = [
+    (16, "roomy", "none"), (64, "recompute", "none"), (23, "swap", "none"), (16, "recompute", "ngram"), (23, "roomy", "draft"), (64, "swap", "draft"),
+]  # fmt: skip
+"""Chunk, memory and speculation."""
+RANKED, BY_REFERENCE = [(23, "roomy", "none"), (16, "swap", "ngram")], [(64, "roomy", "none"), (16, "recompute", "draft")]
+Folders = dict[str, Path]
+
+
+def folders_of(make_folder: Callable[..., Path], family: str) -> Folders:
+    return {"plain": make_folder(family, 0), "draft": make_folder(family, 2), "new": make_folder(family, 1)}
+
+
+def start(folders: Folders, chunk: int, memory: str, speculation: str, **settings: Any) -> LLM:
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": chunk, **MEMORY[memory], **SPECULATION[speculation], **settings}
+    if speculation == "draft":
+        settings["speculative_config"] = {**settings["speculative_config"], "model": folders["draft"]}
+    return LLM(folders["plain"], **settings)
+
+
+def check_trainer(folder: Path, kernels: Kernels, completions: Completions) -> None:
+    """Asserts that the log-probabilities are those of the trainer's forward pass, bit for bit."""
+    decoder = load_model(folder, kernels)
+    tokenizer = LLM(folder).engine.tokenizer
+    assert tokenizer is not None
+    for prompt, outputs in zip(PROMPTS, completions, strict=True):
+        before = tokenizer.encode(prompt)
+        for output in outputs:
+            tokens = torch.tensor([*before, *output.token_ids])
+            count, first = len(tokens) - 1, len(before) - 1
+            with torch.no_grad():
+                hidden = decoder(tokens[:-1], torch.arange(count), PackedContext(torch.tensor([0, count], dtype=torch.int32), count))
+                scored = decoder.token_logprobs(hidden, torch.arange(first, count), tokens[first + 1 :], 1.0, count)
+            assert list(output.raw_logprobs) == scored.raw.tolist()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cell_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], family: str, precision: Any) -> None:
+    folders = folders_of(make_folder, family)
+    for name, cells in (("cpu", CELLS), ("reference", BY_REFERENCE)):
+        settings: dict[str, Any] = {"kernels": name, "precision": precision}
+        kernels = in_precision(select(name), precision, torch.device("cpu"))  # type: ignore[arg-type]
+        expected = None
+        for cell in cells:
+            with contextlib.closing(start(folders, *cell, **settings)) as llm:
+                completions = before_and_after_an_update(llm, folders)
+                if MEMORY[cell[1]]:
+                    assert llm.engine.stats().num_preemptions > 0, "the cache is too large for a preemption"
+            if expected is None:
+                expected = completions
+                assert expected[0] != expected[1]
+                check_trainer(folders["plain"], kernels, expected[0])
+                check_trainer(folders["new"], kernels, expected[1])
+            assert completions == expected, (name, cell)
+        for cell in RANKED if name == "cpu" else ():
+            with contextlib.closing(start(folders, *cell, **settings, tensor_parallel_size=2)) as llm:
+                assert expected is not None and generate(llm) == expected[0], ("two ranks", cell)
+
+
+def test_a_cell_of_the_sink_family_has_the_bits_of_the_trainer(make_folder: Callable[..., Path]) -> None:
+    folders = folders_of(make_folder, "gpt_oss")
+    with contextlib.closing(start(folders, 16, "swap", "ngram")) as llm:
+        completions = generate(llm)
+        assert [generate(llm, [key])[0] for key in KEYS[:2]] == completions[:2]
+    check_trainer(folders["plain"], select("cpu"), completions)

@@ -1,0 +1,126 @@
+"""Attention over the compressed cache of latent attention: against its definition, and with the bits of packed attention however tokens come."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_sequences import LENGTHS, bounds_of, exact
+from torch import Tensor
+from triton_interpreter import interpreted
+
+from tandem.kernels import BLOCK_TOKENS, Kernels, LatentLayer, PagedBatch, empty_latent_cache, select
+from tandem.kernels.latent_cache import write_rows
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+PUBLISHED = (576, 512)
+"""Numbers of a row and of its value in DeepSeek-V2 and V3."""
+
+
+class Latent:
+    """Feeds sequences in chunks to a compressed cache with shuffled blocks, whose unused rows are NaN."""
+
+    def __init__(self, kernels: Kernels, lengths: list[int], size: int, dtype: torch.dtype) -> None:
+        self.kernels, self.lengths, self.bounds = kernels, lengths, bounds_of(lengths).tolist()
+        needed = [-(-length // BLOCK_TOKENS) for length in lengths]
+        (self.cache,) = empty_latent_cache(sum(needed) + 3, size, 1, dtype, torch.device("cpu"))
+        self.cache.tensors()[-1].fill_(math.nan)
+        shuffled = torch.randperm(sum(needed) + 3).int()
+        self.tables = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
+        for s, count in enumerate(needed):
+            self.tables[s, :count] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
+        self.done = [0] * len(lengths)
+
+    def step(self, chunks: dict[int, int], q: Tensor, rows: Tensor, scale: float, value_size: int, out: Tensor) -> None:
+        of, slots, starts, lengths = [], [], [0], []
+        for s, wished in chunks.items():
+            count = min(wished, self.lengths[s] - self.done[s])
+            for p in range(self.done[s], self.done[s] + count):
+                of.append(self.bounds[s] + p)
+                slots.append(int(self.tables[s, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS)
+            self.done[s] += count
+            starts.append(len(of))
+            lengths.append(self.done[s])
+        slot = torch.tensor(slots)
+        write_rows(self.cache, rows[of], slot)
+        batch = PagedBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), self.tables[list(chunks)].contiguous(), slot)
+        out[of] = self.kernels.latent_attention(q[of], self.cache, batch, scale, value_size)
+
+
+def kernels_named(name: str) -> Any:
+    return interpreted() if name == "triton" else select(name)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Iterator[None]:
+    # The interpreter computes rows beyond the last one from undefined values, and never stores them.
+    with np.errstate(all="ignore"):
+        yield
+
+
+CASES = [
+    pytest.param(name, dtype, marks=pytest.mark.full if name == "triton" and dtype != torch.int8 else ())
+    for name in ("reference", "cpu", "triton")
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_compressed_cache_gives_the_bits_of_packed_attention_however_tokens_come(name: str, dtype: torch.dtype) -> None:
+    kernels, lengths = kernels_named(name), [1, 5, 17] if name == "triton" else LENGTHS
+    heads, size, value_size = 4, 20, 12
+    bounds, tokens = bounds_of(lengths), sum(lengths)
+    q, rows = torch.randn(tokens, heads, size), torch.randn(tokens, 1, size)
+    held = kernels.round_kv(rows, dtype) if dtype != torch.float32 else rows
+    packed = kernels.packed_attention(q, held, held[..., :value_size], bounds, max(lengths), 0.3, None)
+    assert packed.shape == (tokens, heads, value_size)
+    assert (packed - exact(q, held, held[..., :value_size], bounds, 0.3, None)).abs().max() < 1e-5
+    for chunk in (max(lengths), 7):
+        paged, out = Latent(kernels, lengths, size, dtype), torch.full_like(packed, math.nan)
+        while paged.done != lengths:
+            paged.step({s: chunk for s in reversed(range(len(lengths))) if paged.done[s] < lengths[s]}, q, rows.squeeze(1), 0.3, value_size, out)
+        assert torch.equal(out, packed), chunk
+
+
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_rows_of_the_published_size_decode_with_the_bits_of_packed_attention(threads: int) -> None:
+    """One token of one sequence, which threads share span by span if few heads do not fill them."""
+    kernels, (size, value_size), tokens = select("cpu"), PUBLISHED, 530
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for heads in (4, 16):
+            q, rows = torch.randn(tokens, heads, size), torch.randn(tokens, 1, size)
+            packed = kernels.packed_attention(q, rows, rows[..., :value_size], bounds_of([tokens]), tokens, 0.05, None)
+            paged, out = Latent(kernels, [tokens], size, torch.float32), torch.empty_like(packed)
+            paged.step({0: tokens - 1}, q, rows.squeeze(1), 0.05, value_size, out)
+            paged.step({0: 1}, q, rows.squeeze(1), 0.05, value_size, out)
+            assert torch.equal(out[-1], packed[-1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.full)])
+def test_gradients_of_values_that_are_a_part_of_the_keys(name: str) -> None:
+    lengths, size, value_size = [3, 18], 12, 8
+    bounds, drawn = bounds_of(lengths), torch.Generator().manual_seed(1)
+    q, rows, weight = (torch.randn(21, heads, width, generator=drawn, dtype=torch.float64) for heads, width in ((4, size), (1, size), (4, value_size)))
+
+    def gradients(kernels: Kernels, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, rows)]
+        out = kernels.packed_attention(*inputs, inputs[1][..., :value_size].contiguous(), bounds, 18, 0.3, None)
+        (out * weight.to(dtype)).sum().backward()
+        return [x.grad.double() for x in inputs if x.grad is not None]
+
+    for own, true in zip(gradients(kernels_named(name), torch.float32), gradients(select("reference"), torch.float64), strict=True):
+        assert (own - true).norm() < 1e-5 * true.norm()
+
+
+def test_a_cache_of_another_shape_is_refused() -> None:
+    kernels, batch = select("cpu"), PagedBatch(*(torch.zeros(n, dtype=torch.int32) for n in (2, 1)), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(0))
+    with pytest.raises(ValueError, match="cache rows"):
+        kernels.latent_attention(torch.zeros(0, 2, 12), LatentLayer(torch.zeros(2, BLOCK_TOKENS, 8)), batch, 1.0, 8)
+    with pytest.raises(TypeError, match="has no dense fp32 scales"):
+        kernels.latent_attention(torch.zeros(0, 2, 8), LatentLayer(torch.zeros(2, BLOCK_TOKENS, 8, dtype=torch.int8)), batch, 1.0, 8)
