@@ -1,14 +1,19 @@
 """The engine with the module of transformers: greedy tokens are those of ``generate``, however they are batched."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tandem.cli.main import main
+from tandem.config.implementation import Implementation
+from tandem.engine.core.staging import can_stage
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.kernels import select
+from tandem.model.huggingface.model_folder import load_model
 from tandem.text.characters import make_character_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -82,3 +87,11 @@ def test_the_command_generates_and_refuses_what_a_module_cannot_do_in_one_line(t
         assert main([*asked, *options]) == 2
         error = capsys.readouterr().err
         assert says in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_staged_beside_steps_where_making_the_twin_changes_no_default(dtype: torch.dtype, tmp_path: Path) -> None:
+    saved(QUICK, tmp_path)
+    decoder = load_model(tmp_path, select("reference"), dtype=dtype, implemented_by=Implementation("transformers"))
+    source: Any = SimpleNamespace(verifies=True)
+    assert can_stage(decoder, source) == (dtype == torch.float32)

@@ -162,6 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"first_k_dense_replace": 2}, "heads have"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the longest sequence of a batch"),
     ("qwen3_next", {}, "keep a state"),
+    ("ernie4_5", {"head_dim": 15, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}}, "odd|cannot be followed"),
     ("bert", {"is_decoder": False}, "causal|head has a bias"),
 ]
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from tandem.engine.executor.rank_weights import RankWeights
 from tandem.layout.shapes import published_parameters
 from tandem.model.adopted import SharedTensors, adopt
@@ -75,7 +77,10 @@ class Staging:
 
 def can_stage(decoder: Decoder, source: WeightSource) -> bool:
     """Returns whether weights of ``source`` are staged for ``decoder``: not where a rank holds a shard, on a GPU, whose memory has no room for a second set,
-    for an adapter alone, which is small, and where others verify them after the engine has taken them."""
+    for an adapter alone, which is small, where others verify them after the engine has taken them, and for a module of transformers in 16 bits, whose twin is
+    made under another default dtype of the whole process, which steps meanwhile would see."""
+    if decoder.shapes.transformers is not None and decoder.dtype != torch.get_default_dtype():
+        return False
     return decoder.group is None and decoder.device.type == "cpu" and decoder.shapes.lora is None and source.verifies
 
 

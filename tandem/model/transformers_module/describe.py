@@ -70,7 +70,10 @@ def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
     _check_module(network)
     names = _file_names(network)
     _check_files(Path(folder), names, network)
-    return _shapes(network, config, names, probe(network), trust_remote_code)
+    try:
+        return _shapes(network, config, names, probe(network), trust_remote_code)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _check_code(config: Any, trust_remote_code: bool) -> None:
