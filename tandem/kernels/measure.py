@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
+from tandem.kernels.mixed import in_precision
 
 MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 8192, 16384
 """A larger product is measured at this size, and takes longer in proportion."""
@@ -38,7 +39,7 @@ class _Clocks(NamedTuple):
 
 
 def reduced_dtype(trainer: TrainerConfig, device: str) -> str:
-    """Returns torch's name of the dtype of the products of a run: a CPU emulates those in 16 bits and fewer."""
+    """Returns torch's name of the dtype of the tensors that the products of a run take: fp32 on a CPU, whatever their precision."""
     reduced = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(trainer.precision)
     return reduced if reduced and device == "cuda" else trainer.dtype
 
@@ -108,7 +109,8 @@ def main() -> None:
     asked = json.load(sys.stdin)
     torch.set_num_threads(asked["threads"])
     device, dtype = torch.device(asked["device"]), getattr(torch, asked["dtype"])
-    print(json.dumps(measure(select(asked["kernels"], dtype, device), asked["products"], dtype, device)._asdict()))
+    kernels = in_precision(select(asked["kernels"], dtype, device), asked["precision"], device)
+    print(json.dumps(measure(kernels, asked["products"], dtype, device)._asdict()))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.kernels.measure import measure, reduced_dtype
+from tandem.kernels.mixed import in_precision
 from tandem.layout.residents import Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import packed_layout
@@ -229,8 +230,10 @@ class TrainerWorker:
         """Measures the ``products`` of the models on all ranks at once, as they compute them in a step. The reply is what ``kernels.measure`` returns on the
         first."""
         dtype = getattr(torch, reduced_dtype(self.recipe.trainer, self.rank.ranks.device.type))
-        speed = measure(self.kernels, meta["products"], dtype, self.rank.ranks.device, quick=True)
-        release(self.rank.ranks.device)
+        device = self.rank.ranks.device
+        kernels = in_precision(self.kernels, self.recipe.trainer.precision, device) if device.type == "cpu" else self.kernels
+        speed = measure(kernels, meta["products"], dtype, device, quick=True)
+        release(device)
         return speed._asdict(), {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

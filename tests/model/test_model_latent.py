@@ -161,7 +161,7 @@ def test_a_config_of_transformers_4_is_read_as_it_is_published() -> None:
         (V2, "scoring_func", "sigmoid", "scoring_func 'sigmoid'; only 'softmax' is supported"),
         (V2, "n_group", 3, "groups 3 do not divide its 8 experts into one or more each"),
         (V3, "scoring_func", "softmax", "scoring_func 'softmax'; only 'sigmoid' is supported"),
-        (V3, "first_k_dense_replace", 2, "first_k_dense_replace 2; it must be a whole number below the 2 layers"),
+        (V3, "first_k_dense_replace", 3, "first_k_dense_replace 3; it must be a whole number of at most the 2 layers"),
         (V3, "qk_rope_head_dim", 7, "head_dim 23 is odd"),
         (V3, "moe_layer_freq", 2, "moe_layer_freq 2; only 1 is supported"),
     ],

@@ -92,7 +92,7 @@ def test_batching_is_better_the_sooner_a_request_may_join_and_chunks_bound_the_p
 
 
 def test_what_a_sequence_takes_of_the_cache_is_worked_by_hand() -> None:
-    static, paged, prefix, fp8, int8, sliding = kv_cache_rows(LLAMA_3_8B, LAYOUT, H100, replace(TRAFFIC, shared_tokens=600.0))
+    static, paged, prefix, fp8, int8, int4, sliding = kv_cache_rows(LLAMA_3_8B, LAYOUT, H100, replace(TRAFFIC, shared_tokens=600.0))
     token = 2 * 32 * 8 * 128 * 2
     written = 1000 + 250 * TRAFFIC.outputs.variation / 2
     assert static.memory_bytes == 8192 * token
@@ -100,6 +100,7 @@ def test_what_a_sequence_takes_of_the_cache_is_worked_by_hand() -> None:
     assert prefix.memory_bytes == pytest.approx((written - 600 + 8) * token)
     # 8 bits and an fp32 scale for each head of 128.
     assert fp8.memory_bytes == int8.memory_bytes == pytest.approx(prefix.memory_bytes * (128 + 4) / 256)
+    assert int4.memory_bytes == pytest.approx(prefix.memory_bytes * (64 + 4) / 256)
     assert static.running < paged.running <= prefix.running and sliding.refused
     windowed = replace(LLAMA_3_8B, layer_windows=(512,) * 32)
     assert kv_cache_rows(windowed, LAYOUT, H100, TRAFFIC)[-1].memory_bytes == (512 + 16 + 8) * token

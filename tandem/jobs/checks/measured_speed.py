@@ -14,10 +14,15 @@ from tandem.types import UserError
 LIMIT_S = 120.0
 
 
-def measure(products: Collection[Product], dtype: str, device: str, machine: MachineConfig, environment: Mapping[str, str] | None = None) -> Speed:
-    """Returns the speed of ``products`` in torch's ``dtype`` on ``device``, with the kernels and threads that a run on ``machine`` uses. The kernels are
-    compiled if they are not. ``environment``: of the process that measures, beside that of this one. Raises ``UserError`` where it cannot be measured."""
-    asked = {"products": list(products), "dtype": dtype, "device": device, "threads": threads_of(machine), "kernels": machine.kernels}
+def measure(
+    products: Collection[Product], dtype: str, device: str, machine: MachineConfig, environment: Mapping[str, str] | None = None, precision: str = "fp32"
+) -> Speed:
+    """Returns the speed of ``products`` in torch's ``dtype`` under ``precision`` on ``device``, with the kernels and threads that a run on ``machine`` uses.
+    The kernels are compiled if they are not. ``environment``: of the process that measures, beside that of this one. Raises ``UserError`` where it cannot be
+    measured."""
+    asked = {
+        "products": list(products), "dtype": dtype, "precision": precision, "device": device, "threads": threads_of(machine), "kernels": machine.kernels,
+    }  # fmt: skip
     command = [sys.executable, "-m", "tandem.kernels.measure"]
     try:
         done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False,

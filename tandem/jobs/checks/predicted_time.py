@@ -127,7 +127,7 @@ def _seconds(work: Sequence[Work], trainer: TrainerConfig, machine: MachineConfi
     """Returns the seconds of each of ``work``. The ranks of a CPU share its cores; each of ``ranks`` GPUs does its share."""
     products = sorted({product for each in work for product in each.products})
     reduced = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(trainer.precision) if device == "cuda" else None
-    speed = measure(products, reduced or trainer.dtype, device, machine)
+    speed = measure(products, reduced or trainer.dtype, device, machine, precision="fp32" if device == "cuda" else trainer.precision)
     return [each.seconds(speed) / (ranks if device == "cuda" else 1) for each in work]
 
 

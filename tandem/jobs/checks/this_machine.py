@@ -22,9 +22,8 @@ def this_machine(machine: MachineConfig) -> Hardware:
     measured."""
     device = chosen_device(machine, 1)
     if device == "cpu":
-        # Reduced precision is emulated: its products are rounded operands in fp32.
-        speeds = {"fp32": measure([LARGEST], DTYPES["fp32"], device, machine)}
-        speeds["bf16"] = speeds["fp32"]
+        # In fp32 tensors, whatever the precision of the products.
+        speeds = {precision: measure([LARGEST], DTYPES["fp32"], device, machine, precision=precision) for precision in DTYPES}
         memory_bytes, count, units = total_bytes(), 1, os.cpu_count() or 1
     else:
         speeds = {precision: measure([LARGEST], dtype, device, machine) for precision, dtype in DTYPES.items()}

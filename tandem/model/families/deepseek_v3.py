@@ -16,8 +16,8 @@ def read_dense_layers(reader: ConfigReader, layers: int, default: int) -> tuple[
     """Reads ``first_k_dense_replace``: the first layers, which have a plain MLP."""
     dense = reader.config.get("first_k_dense_replace")
     dense = default if dense is None else dense
-    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
-        raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number below the {layers} layers")
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense <= layers:
+        raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number of at most the {layers} layers")
     reader.only("moe_layer_freq", 1)
     return tuple(range(dense))
 
