@@ -202,9 +202,9 @@ def test_logits_are_those_of_transformers(tiny: Tiny, kernels_name: Literal["ref
 
 @pytest.mark.full
 def test_logits_in_bf16_are_as_near_to_those_in_fp32_as_transformers_own(tiny: Tiny, record_property: Callable[[str, object], None]) -> None:
-    """Prints the differences to transformers, relative to the norm of its logits in fp32."""
+    """Prints the differences to transformers, relative to the norm of its logits in fp32: the median of all tokens, as rounding sends some to other experts."""
     exact = peer_logits(tiny.peer)
-    away = lambda logits: float((logits.float() - exact).norm() / exact.norm())
+    away = lambda logits: float(((logits.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
     theirs = away(peer_logits(copy.deepcopy(tiny.peer).to(torch.bfloat16)))
     differences = {}
     for precision in ("fp32", "bf16"):
@@ -212,7 +212,7 @@ def test_logits_in_bf16_are_as_near_to_those_in_fp32_as_transformers_own(tiny: T
         differences[precision] = away(logits_of(load_model(tiny.folder, kernels)))
         record_property(precision, differences[precision])
         print(f"{tiny.family}, {precision}: {differences[precision]:.1e} from transformers in fp32, which is {theirs:.1e} from itself in bf16")
-    assert differences["fp32"] < 1e-5 and differences["bf16"] < 1.5 * theirs
+    assert differences["fp32"] < 1e-5 and differences["bf16"] < 1.2 * theirs
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
