@@ -16,8 +16,8 @@ from tandem.kernels.mixed import in_precision
 from tandem.model.attention import PackedContext
 from tandem.model.huggingface.model_folder import load_model
 
-FAMILIES = ("qwen3", "qwen3_moe", "mistral", "gpt_oss")
-"""A dense one, one with a mixture of experts, one with sliding windows, one with sinks."""
+FAMILIES = ("qwen3", "qwen3_moe", "mistral", "gpt_oss", "deepseek_v3")
+"""A dense one, one with a mixture of experts, one with sliding windows, one with sinks, one with latent attention."""
 CELLS = [
     (16, "roomy", "none"), (64, "recompute", "none"), (23, "swap", "none"), (16, "recompute", "ngram"), (23, "roomy", "draft"), (64, "swap", "draft"),
 ]  # fmt: skip
