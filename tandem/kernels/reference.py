@@ -164,7 +164,11 @@ class ReferenceKernels(PlainPacking):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
         # The input of silu is contiguous, so that an element never moves between a vector and a scalar remainder.
-        return (gate / (1 + torch.exp(-gate.contiguous())) * up).to(gate_up.dtype)
+        exponent = -gate.contiguous()
+        # An exponential that overflows would have a gradient of 0 times infinity.
+        overflows = exponent > math.log(torch.finfo(exponent.dtype).max)
+        decay = torch.exp(exponent.masked_fill(overflows, 0.0)).masked_fill(overflows, math.inf)
+        return (gate / (1 + decay) * up).to(gate_up.dtype)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)

@@ -182,10 +182,21 @@ def test_soft_cap(kernels: Kernels, width: int) -> None:
     assert ends[0, :2].tolist() == [30.0, -30.0] and ends[0, 2].isnan() and ends[0, 3] == 30.0
 
 
-def test_silu_mul_of_large_inputs_is_finite(kernels: Kernels) -> None:
-    gates = torch.tensor([-300.0, -89.0, -87.5, 87.5, 300.0])
-    out = kernels.silu_mul(torch.stack([gates, torch.ones(5)], 1))
-    assert torch.allclose(out[:, 0], F.silu(gates), atol=1e-30)
+def test_silu_mul_of_large_inputs_is_finite_and_so_are_its_gradients(kernels: Kernels) -> None:
+    gates = torch.tensor([-300.0, -89.0, -88.5, -87.5, -40.0, 87.5, 300.0])
+    x = torch.stack([gates, torch.full_like(gates, -2)], 1).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    out, exact = kernels.silu_mul(x), F.silu(wide[:, :1]) * wide[:, 1:]
+    assert torch.allclose(out.double(), exact, atol=1e-30)
+    (grad,), (expected,) = torch.autograd.grad(out.sum(), x), torch.autograd.grad(exact.sum(), wide)
+    assert torch.allclose(grad.double(), expected, rtol=1e-5, atol=1e-15)
+
+
+def test_silu_mul_of_plain_torch_has_the_bits_of_its_formula() -> None:
+    for dtype, limit in ((torch.float32, 89.0), (torch.float64, 710.0)):
+        gate = torch.cat((torch.linspace(-limit, -limit + 2, 500, dtype=dtype), torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0], dtype=dtype)))
+        out = ReferenceKernels().silu_mul(torch.stack((gate, torch.ones_like(gate)), 1))[:, 0]
+        assert torch.equal(out.nan_to_num(3.0), (gate / (1 + torch.exp(-gate))).nan_to_num(3.0))
 
 
 @pytest.mark.parametrize("normed", [True, False])
