@@ -29,15 +29,6 @@ class PlainPacking:
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def pack(self, weight: Tensor) -> PackedWeight:
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape)
 
