@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tandem.config.gateway import BackendConfig
 
 TRANSFER_KEY = "kv_transfer_key"
-_OF_BLOCKS = ("device", "dtype", "precision", "quantization", "kv_cache_dtype", "kernels", TRANSFER_KEY)
+_OF_BLOCKS = ("device", "dtype", "precision", "quantization", "kv_cache_dtype", "kernels", "model_impl", TRANSFER_KEY)
 """Flags of ``tandem serve`` on which it depends whether KV blocks of one server are of use to another."""
 
 

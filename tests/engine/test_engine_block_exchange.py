@@ -159,6 +159,12 @@ def test_layouts_that_differ_are_told_apart_by_name(make_llm: Callable[..., LLM]
         ours.check_equal(theirs)
 
 
+def test_layouts_of_two_precisions_of_products_differ(make_llm: Callable[..., LLM]) -> None:
+    bf16, fp16 = (make_llm(digest_weights=True, precision=precision).engine.block_exchange().layout for precision in ("bf16", "fp16"))
+    with pytest.raises(UserError, match=r"arithmetic is .* fp16 .* there and .* bf16 "):
+        bf16.check_equal(fp16)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

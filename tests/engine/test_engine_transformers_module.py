@@ -1,5 +1,6 @@
 """The engine with the module of transformers: greedy tokens are those of ``generate``, however they are batched."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.model.huggingface.model_folder import load_model
 from tandem.text.characters import make_character_tokenizer
+from tandem.types import UserError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 TYPES: dict[str, dict[str, Any]] = {
@@ -87,6 +89,15 @@ def test_the_command_generates_and_refuses_what_a_module_cannot_do_in_one_line(t
         assert main([*asked, *options]) == 2
         error = capsys.readouterr().err
         assert says in error and len(error.splitlines()) == 1
+
+
+def test_its_kv_blocks_are_not_those_of_an_engine_with_tandems_own_network(make_folder: Callable[..., Path]) -> None:
+    layouts = []
+    for name in ("transformers", "tandem"):
+        with LLM(make_folder("qwen3"), model_impl=name, skip_tokenizer_init=True, digest_weights=True) as llm:
+            layouts.append(llm.engine.block_exchange().layout)
+    with pytest.raises(UserError, match=r"arithmetic is .* tandem there and .* transformers here"):
+        layouts[0].check_equal(layouts[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -97,6 +97,15 @@ def test_the_engine_draws_transformers_greedy_tokens_by_the_frequencies_of_its_c
     assert all("max_model_len 100 is above the 32 tokens" in line and "set max_model_len to 32 or less" in line for line in told)
 
 
+def test_kv_blocks_with_short_frequencies_are_not_those_with_long_ones(peer: Any, tmp_path: Path) -> None:
+    layouts = []
+    for context in (SHORT, 100):
+        with LLM(str(tmp_path / "model"), dtype="float32", max_model_len=context, kv_cache_tokens=512, digest_weights=True) as llm:
+            layouts.append(llm.engine.block_exchange().layout)
+    with pytest.raises(UserError, match=f"positions is {layouts[1].positions} there and {SHORT} here"):
+        layouts[0].check_equal(layouts[1])
+
+
 def test_a_prompt_beyond_the_short_frequencies_is_told_what_to_raise(peer: Any, tmp_path: Path) -> None:
     told = r"max_model_len \(32\).* raise max_model_len"
     with LLM(str(tmp_path / "model"), dtype="float32", kv_cache_tokens=512) as llm, pytest.raises(UserError, match=told):

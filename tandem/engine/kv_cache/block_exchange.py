@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What the bytes of a block depend on beside its hash. ``arithmetic``: device, kernels and dtypes; ``weights``: a digest of all of them, since versions
-    are numbered by each server on its own."""
+    """What the bytes of a block depend on beside its hash. ``positions``: those whose rotary frequencies keys have (``ModelShapes.positions_in``);
+    ``arithmetic``: device, kernels, dtypes and who computes the model; ``weights``: a digest of all of them, since versions are numbered by each server on its
+    own."""
 
     block_tokens: int
     num_hidden_layers: int
     num_key_value_heads: int
     head_dim: int
     kv_cache_dtype: str
+    positions: int
     arithmetic: str
     weights: str
 
@@ -73,9 +75,11 @@ def kv_layout(decoder: Decoder, settings: EngineSettings, components: "EngineCom
 
     weights = xxhash.xxh3_128_hexdigest("\0".join(f"{name} {digest}" for name, digest in sorted(weight_digests.items())).encode())
     kernels, held = decoder.kernels, decoder.embed_tokens
-    arithmetic = f"{held.device.type} {type(kernels).__name__} {kernels.name} {str(held.dtype).removeprefix('torch.')} {decoder.quantization}"
+    precision, network = getattr(kernels, "precision", "fp32"), "tandem" if shapes.transformers is None else "transformers"
+    dtype = str(held.dtype).removeprefix("torch.")
+    arithmetic = f"{held.device.type} {type(kernels).__name__} {kernels.name} {dtype} {precision} {decoder.quantization} {network}"
     return KVLayout(
-        BLOCK_TOKENS, shapes.num_hidden_layers, shapes.num_key_value_heads, shapes.head_dim, settings.kv_cache_dtype, arithmetic, weights
+        BLOCK_TOKENS, shapes.num_hidden_layers, shapes.num_key_value_heads, shapes.head_dim, settings.kv_cache_dtype, decoder.positions, arithmetic, weights
     )  # fmt: skip
 
 
