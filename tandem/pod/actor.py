@@ -121,9 +121,9 @@ def build_actor(
     context = context_tokens(recipe.model, recipe.rollout.max_tokens, start)
     most = max(recipe.trainer.micro_batch_tokens, context)
     settings = ReplicaSettings(
-        start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed, context=context
-    )
-    settings = replace(settings, implemented_by=recipe.model.implemented_by)
+        start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed, context=context,
+        implemented_by=recipe.model.implemented_by,
+    )  # fmt: skip
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most, context) if recipe.has_critic else None

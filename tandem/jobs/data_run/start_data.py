@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +159,10 @@ def opened_run(
                 raise RunError(f"'{directory / missing[0]}' is not as it was written; resume the run, which computes it again, then replay")
             _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or recipe.trainer.lora is not None)
         context = recipe.model.max_length or recipe.data.sequence_length
-        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context)
-        settings = replace(settings, implemented_by=recipe.model.implemented_by)
+        settings = ReplicaSettings(
+            start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context,
+            implemented_by=recipe.model.implemented_by,
+        )  # fmt: skip
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())

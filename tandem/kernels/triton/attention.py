@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
-from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, power_of_two, processors
+from tandem.kernels.triton.launch import IS_INTERPRETED, KV_CODES, UNFUSED, check, dense, power_of_two, processors
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
 
 LOG2_E = 1.4426950408889634
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 _MOST_PARTIAL = 1 << 28
 """Maximum bytes of partial results of split attention."""
 _TALL_SIZE = 128
@@ -47,7 +46,7 @@ def paged(
         splits = most > 1 and busy < 2 * processors(q.device) and partial <= _MOST_PARTIAL
     return _launch(
         q, keys, values, cache.key_scales, cache.value_scales, batch.query_start, batch.context_lens, dense(batch.block_tables),
-        keys.shape[1], scale, window, tiles, most if splits else 0, _CODES.get(cache.keys.dtype, 0), cap=cap, sinks=sinks,
+        keys.shape[1], scale, window, tiles, most if splits else 0, KV_CODES.get(cache.keys.dtype, 0), cap=cap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -55,7 +54,7 @@ def latent(q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, tiles
     """Runs ``Kernels.latent_attention`` with values of all numbers of a row, one program for all splits."""
     check("attention q", q, None, None, cache.rows.shape[2])
     rows, starts, tables = _bytes(cache.rows), batch.query_start, dense(batch.block_tables)
-    codes = _CODES.get(cache.rows.dtype, 0)
+    codes = KV_CODES.get(cache.rows.dtype, 0)
     return _launch(q, rows, rows, cache.scales, cache.scales, starts, batch.context_lens, tables, 1, scale, None, tiles, 0, codes, is_latent=True)
 
 

@@ -12,6 +12,8 @@ IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 """Compile options of programs whose rounding must not depend on instruction fusion."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
+"""What programs call the dtypes of a cache of codes (``CODES``); 0: it has values."""
 
 
 def power_of_two(n: int) -> int:

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import KVLayer
-from tandem.kernels.triton.launch import UNFUSED, check, dense, power_of_two
+from tandem.kernels.triton.launch import KV_CODES, UNFUSED, check, dense, power_of_two
 from tandem.kernels.triton.programs import rope as programs
 
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 _HEADS_AT_ONCE = 16
 
 
@@ -47,7 +46,7 @@ def _launch(
         qkv, positions, cos_sin, qkv if q_norm is None else dense(q_norm), qkv if k_norm is None else dense(k_norm), q, keys, values,
         keys if to.key_scales is None else to.key_scales, values if to.value_scales is None else to.value_scales,
         positions if slots is None else slots, eps, query_heads, kv_heads,
-        HAS_NORM=q_norm is not None, TO_CACHE=slots is not None, CODES=_CODES.get(to.keys.dtype, 0), D=size, BLOCK_H=block,
+        HAS_NORM=q_norm is not None, TO_CACHE=slots is not None, CODES=KV_CODES.get(to.keys.dtype, 0), D=size, BLOCK_H=block,
         HALF=power_of_two(size // 2), num_warps=4, **UNFUSED,
     )  # fmt: skip
     return q
