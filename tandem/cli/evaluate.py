@@ -27,7 +27,7 @@ from tandem.types import Prompt, Sample, UserError
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; programs and a dataset of your own need --recipe")
-    parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
+    parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used, and of model its max_length and implementation")
     parser.add_argument("--prompts", type=int, default=1024, help="number of prompts, the ones of a run's final evaluation (default: 1024)")
     parser.add_argument("--greedy", action="store_true", help="decode greedily instead of sampling at temperature 1")
     parser.add_argument("--max-tokens", type=int, help="maximum number of new tokens (default: the recipe's, or 32)")
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
         prompts = source.fresh(options.prompts)
         llm = LLM(
             options.model, kernels=recipe.machine.kernels, verify=options.verify, model_impl=recipe.model.implementation,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
+            trust_remote_code=recipe.model.trust_remote_code, max_model_len=recipe.model.max_length or None,
+        )  # fmt: skip
 
         tools = None
         if recipe.rollout.multi_turn is not None:
@@ -124,7 +124,9 @@ def _recipe(options: argparse.Namespace) -> Any:
     if (options.task is None) == (options.recipe is None):
         raise UserError("give either --task or --recipe; for example --task sort")
     data = read_yaml(options.recipe) if options.recipe else {"task": {"name": options.task}}
-    data["model"] = {"path": options.model}
+    # The model that a run has written is computed as in the run.
+    own = data["model"] if isinstance(data.get("model"), dict) else {}
+    data["model"] = {"path": options.model, **{key: own[key] for key in ("max_length", "implementation", "trust_remote_code") if key in own}}
     data.pop("sft", None)
     overrides = list(options.overrides)
     if options.max_tokens is not None:

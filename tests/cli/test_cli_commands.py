@@ -16,8 +16,9 @@ import pytest
 import yaml
 from helpers_cli import COMMAND, ROOT, Done, real
 
-from tandem.cli.main import COMMANDS
+from tandem.cli.main import COMMANDS, main
 from tandem.runtime.records.metrics import read_rows
+from tandem.types import UserError
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -106,6 +107,22 @@ def test_accuracy_is_the_share_of_completions_that_generate_gives_and_a_person_w
     assert Counter(e["completion"] for e in found["examples"]) <= Counter(c["text"] for c in completions)
     lines = command(*given).out.splitlines()
     assert lines[0].startswith(f"greedy accuracy {right / 20:.4f}") and "20 prompts" in lines[0]
+
+
+def test_an_evaluation_computes_the_model_as_its_recipe_says(model, monkeypatch, tmp_path: Path) -> None:
+    """The rotary frequencies of a model with LongRoPE depend on its context."""
+    recipe = {"model": {"path": "another", "max_length": 24, "implementation": "tandem"}, "task": {"name": "sort"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    given = {}
+
+    def refused(folder: str, **options: object) -> None:
+        given.update(options)
+        raise UserError("enough is known")
+
+    monkeypatch.setattr("tandem.engine.llm.LLM", refused)
+    for task, expected in ((("--task", "sort"), (None, "auto")), (("--recipe", str(tmp_path / "recipe.yaml")), (24, "tandem"))):
+        assert main(["evaluate", str(model), *task, "--prompts", "1", "--max-tokens", "8"]) == 2
+        assert (given["max_model_len"], given["model_impl"]) == expected
 
 
 def test_a_sampled_evaluation_is_the_same_with_the_same_seed(command, model) -> None:
