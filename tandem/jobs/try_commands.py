@@ -4,17 +4,19 @@ import os
 import shlex
 from pathlib import Path
 
+from tandem.config.implementation import Implementation
 from tandem.data.stream import Piece
 from tandem.runtime.process.program import program
 from tandem.text.tokenizer import Tokenizer
 
 
-def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
+def data_commands(model: Path, example: Piece | None, implemented_by: Implementation) -> tuple[str, ...]:
     """Returns the command that completes a text or, for a model trained on examples, answers ``example``."""
+    generate = f"{program()} generate {shlex.quote(str(model))}{_flags(implemented_by)}"
     if example is None:
-        return (f'{program()} generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64',)
+        return (f'{generate} --prompt "import " --max-tokens 64',)
     prompt = shell_word(taught_prompt(example, model))
-    return (f"{program()} generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0",)
+    return (f"{generate} --prompt {prompt} --max-tokens 64 --temperature 0",)
 
 
 def scoring_commands(model: Path) -> tuple[str, ...]:
@@ -22,12 +24,18 @@ def scoring_commands(model: Path) -> tuple[str, ...]:
     return (f"{program()} train RECIPE --reward_model.path={shlex.quote(str(model))}",)
 
 
-def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
+def task_commands(model: Path, prompt: str, implemented_by: Implementation) -> tuple[str, ...]:
     """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task."""
     return (
-        f"{program()} generate {shlex.quote(str(model))} --prompt {shell_word(prompt)} --temperature 0",
+        f"{program()} generate {shlex.quote(str(model))}{_flags(implemented_by)} --prompt {shell_word(prompt)} --temperature 0",
         f"{program()} evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
     )
+
+
+def _flags(implemented_by: Implementation) -> str:
+    if not implemented_by.is_transformers:
+        return ""
+    return " --model-impl transformers" + (" --trust-remote-code" if implemented_by.trust_remote_code else "")
 
 
 def taught_prompt(example: Piece, folder: Path) -> str:

@@ -15,8 +15,10 @@ import yaml
 from data_runs import command, refused, rows
 
 from tandem.cli.main import main
+from tandem.config.implementation import Implementation
 from tandem.config.recipe import load_config
 from tandem.jobs.start import dry_run, resume, train
+from tandem.jobs.try_commands import data_commands, task_commands
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.planner.model_input import read_model
 from tandem.text.characters import make_character_tokenizer
@@ -61,6 +63,14 @@ def rl_recipe(model: Path, runs: Path, /, **changed: Any) -> dict[str, Any]:
         "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 512}, "run": {"max_steps": STEPS, "directory": str(runs)},
     }  # fmt: skip
     return {**sections, **{name: {**sections.get(name, {}), **values} for name, values in changed.items()}}
+
+
+def test_the_commands_at_the_end_of_a_run_name_what_computes_the_model() -> None:
+    own, theirs = Implementation(), Implementation("transformers")
+    flags_of = {own: "", theirs: " --model-impl transformers", theirs._replace(trust_remote_code=True): " --model-impl transformers --trust-remote-code"}
+    for implemented_by, flags in flags_of.items():
+        for commands in (data_commands(Path("run/model"), None, implemented_by), task_commands(Path("run/model"), "12", implemented_by)):
+            assert f" generate run/model{flags} --prompt " in commands[0]
 
 
 @pytest.mark.full

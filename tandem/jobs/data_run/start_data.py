@@ -102,7 +102,7 @@ def train_on(
         forget_local(recipe.checkpoint.local_directory, journal)
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
-        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example)
+        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example, recipe.model.implemented_by)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
 
