@@ -33,9 +33,9 @@ from tandem.kernels.reference_attention import attend, gather
 from tandem.kernels.reference_bf16 import Bf16Linear, whole_logprobs
 from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
+from tandem.layout.shapes import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 GELU_SLOPE = math.sqrt(2 / math.pi)
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 MOST_EXPONENT = 80.0
 FEWEST_COLUMNS = 16
 """Narrower products (observed with 2 to 11 columns) give a row different bits depending on its position in the tile; they are padded."""

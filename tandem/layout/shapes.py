@@ -50,6 +50,8 @@ class Rotary(NamedTuple):
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh. The third, which has no name there, is that of
 gpt-oss, which also bounds and shifts what the gate multiplies (``Kernels.clamped_swiglu_mul``)."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of ``clamped_swiglu``."""
 
 
 @dataclass(frozen=True, slots=True)

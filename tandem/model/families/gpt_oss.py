@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.shapes import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms, read_expert_count
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import windows_by_type
 
 NAMES = ExpertNames(router="mlp.router")
-ALPHA, LIMIT = 1.702, 7.0
 
 
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
@@ -23,13 +22,13 @@ def write_experts(experts: ExpertShapes) -> dict[str, Any]:
 
 def read_terms(reader: ConfigReader, layers: int, head_dim: int) -> dict[str, Any]:
     """Reads the bounds of the gate, of which the kernels have one kind."""
-    reader.only("swiglu_alpha", ALPHA)
-    reader.only("swiglu_limit", LIMIT)
+    reader.only("swiglu_alpha", SWIGLU_ALPHA)
+    reader.only("swiglu_limit", SWIGLU_LIMIT)
     return {"attention_sinks": True}
 
 
 def write_terms(shapes: ModelShapes) -> dict[str, Any]:
-    return {"hidden_act": "silu", "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
+    return {"hidden_act": "silu", "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
 
 
 FAMILY = Family(
