@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
-from tandem.kernels.reference_logprobs import gather_columns, log_softmax
+from tandem.kernels.reference_dtype import soft_cap
+from tandem.kernels.reference_logprobs import entropy_of, gather_columns, log_softmax
 from tandem.layout.lm_head import K_BLOCK
 
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -111,10 +112,8 @@ class Bf16Linear(torch.autograd.Function):
 def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None) -> TokenLogprobs:
     """Computes ``Kernels.token_logprobs`` of all logits at once, whose products and their gradients are those of this module; logits are not rounded."""
     logits = Bf16Linear.apply(hidden, weight, None, False)
-    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    logits = logits if cap is None else soft_cap(logits, cap)
     logprobs = log_softmax(logits)
     raw = gather_columns(logprobs, targets.long())
     scaled = logprobs if temperature == 1 else log_softmax(logits / temperature)
-    # A token of probability 0 contributes 0 to the entropy, not 0 * -inf.
-    entropy = -(scaled.detach().exp() * scaled.detach().clamp_min(torch.finfo(scaled.dtype).min)).sum(-1)
-    return TokenLogprobs(raw, raw if temperature == 1 else gather_columns(scaled, targets.long()), entropy)
+    return TokenLogprobs(raw, raw if temperature == 1 else gather_columns(scaled, targets.long()), entropy_of(scaled.detach()))

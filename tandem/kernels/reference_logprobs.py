@@ -21,6 +21,12 @@ def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
     return x.gather(1, columns.unsqueeze(1)).squeeze(1)
 
 
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """Returns the entropy [T], in nats, of distributions with ``logprobs[T, N]``."""
+    # A token of probability 0 contributes 0, not 0 * -inf.
+    return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
+
+
 class TokenLogprobsFunction(torch.autograd.Function):
     """Computes logits chunk by chunk, and again in the backward pass."""
 
@@ -40,8 +46,7 @@ class TokenLogprobsFunction(torch.autograd.Function):
             if temperature != 1:
                 logprobs = log_softmax(logits / temperature)
                 scaled[rows] = gather_columns(logprobs, targets[rows])
-            # A token of probability 0 contributes 0 to the entropy, not 0 * -inf.
-            entropy[rows] = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
+            entropy[rows] = entropy_of(logprobs)
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
 

@@ -39,28 +39,21 @@ def make(lengths: list[int], size: int, heads: int, kv_heads: int) -> tuple[Tens
     return torch.randn(tokens, heads, size), torch.randn(tokens, kv_heads, size), torch.randn(tokens, kv_heads, size)
 
 
-class Paged:
-    """Feeds sequences in chunks to a cache with shuffled blocks. Unused slots are NaN."""
+class InChunks:
+    """Sequences that come in chunks, with a table of shuffled blocks for each, of ``blocks`` in all."""
 
-    def __init__(self, kernels: Kernels, lengths: list[int], size: int, kv_heads: int) -> None:
-        self.kernels, self.lengths, self.bounds = kernels, lengths, bounds_of(lengths).tolist()
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.bounds = lengths, bounds_of(lengths).tolist()
         needed = [-(-length // BLOCK_TOKENS) for length in lengths]
-        blocks = sum(needed) + 3
-        shuffled = torch.randperm(blocks).int()
-        self.cache = KVLayer(
-            torch.full((blocks, kv_heads, size, BLOCK_TOKENS), math.nan),
-            torch.full((blocks, kv_heads, BLOCK_TOKENS, size), math.nan),
-        )
+        self.blocks = sum(needed) + 3
+        shuffled = torch.randperm(self.blocks).int()
         self.tables = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
         for s, count in enumerate(needed):
             self.tables[s, :count] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
         self.done = [0] * len(lengths)
-        self.table = torch.cat([torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2)], 1)
 
-    def step(
-        self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor, cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def batch_of(self, chunks: dict[int, int]) -> tuple[list[int], Tensor, PagedBatch]:
+        """Returns the rows of the next ``chunks`` of tokens by sequence, their positions and their batch."""
         rows, positions, starts, lengths, slots = [], [], [0], [], []
         for s, count in chunks.items():
             for p in range(self.done[s], self.done[s] + count):
@@ -70,17 +63,36 @@ class Paged:
             self.done[s] += count
             starts.append(len(rows))
             lengths.append(self.done[s])
-        (_, heads, size), kv_heads = qkv[0].shape, qkv[1].shape[1]
-        fused = torch.cat([x[rows].flatten(1) for x in qkv], 1)
-        at, slot = torch.tensor(positions), torch.tensor(slots)
-        q = self.kernels.rope_to_cache(
-            fused, at, self.table, (heads, kv_heads, size), None, None, 1e-6, self.cache, slot
-        )
         batch = PagedBatch(
             torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
-            self.tables[list(chunks)].contiguous(), slot,
+            self.tables[list(chunks)].contiguous(), torch.tensor(slots),
         )  # fmt: skip
-        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window, cap, sinks)
+        return rows, torch.tensor(positions), batch
 
     def left(self, s: int) -> int:
         return self.lengths[s] - self.done[s]
+
+
+class Paged(InChunks):
+    """Feeds sequences in chunks to a cache. Unused slots are NaN."""
+
+    def __init__(self, kernels: Kernels, lengths: list[int], size: int, kv_heads: int) -> None:
+        super().__init__(lengths)
+        self.kernels = kernels
+        self.cache = KVLayer(
+            torch.full((self.blocks, kv_heads, size, BLOCK_TOKENS), math.nan),
+            torch.full((self.blocks, kv_heads, BLOCK_TOKENS, size), math.nan),
+        )
+        self.table = torch.cat([torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2)], 1)
+
+    def step(
+        self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor, cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        rows, positions, batch = self.batch_of(chunks)
+        (_, heads, size), kv_heads = qkv[0].shape, qkv[1].shape[1]
+        fused = torch.cat([x[rows].flatten(1) for x in qkv], 1)
+        q = self.kernels.rope_to_cache(
+            fused, positions, self.table, (heads, kv_heads, size), None, None, 1e-6, self.cache, batch.slots
+        )
+        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window, cap, sinks)

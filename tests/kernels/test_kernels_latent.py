@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_sequences import LENGTHS, bounds_of, exact
+from paged_sequences import LENGTHS, InChunks, bounds_of, exact
 from torch import Tensor
 from triton_interpreter import interpreted
 
@@ -19,33 +19,18 @@ PUBLISHED = (576, 512)
 """Numbers of a row and of its value in DeepSeek-V2 and V3."""
 
 
-class Latent:
-    """Feeds sequences in chunks to a compressed cache with shuffled blocks, whose unused rows are NaN."""
+class Latent(InChunks):
+    """Feeds sequences in chunks to a compressed cache, whose unused rows are NaN."""
 
     def __init__(self, kernels: Kernels, lengths: list[int], size: int, dtype: torch.dtype) -> None:
-        self.kernels, self.lengths, self.bounds = kernels, lengths, bounds_of(lengths).tolist()
-        needed = [-(-length // BLOCK_TOKENS) for length in lengths]
-        (self.cache,) = empty_latent_cache(sum(needed) + 3, size, 1, dtype, torch.device("cpu"))
+        super().__init__(lengths)
+        self.kernels = kernels
+        (self.cache,) = empty_latent_cache(self.blocks, size, 1, dtype, torch.device("cpu"))
         self.cache.tensors()[-1].fill_(math.nan)
-        shuffled = torch.randperm(sum(needed) + 3).int()
-        self.tables = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
-        for s, count in enumerate(needed):
-            self.tables[s, :count] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
-        self.done = [0] * len(lengths)
 
     def step(self, chunks: dict[int, int], q: Tensor, rows: Tensor, scale: float, value_size: int, out: Tensor) -> None:
-        of, slots, starts, lengths = [], [], [0], []
-        for s, wished in chunks.items():
-            count = min(wished, self.lengths[s] - self.done[s])
-            for p in range(self.done[s], self.done[s] + count):
-                of.append(self.bounds[s] + p)
-                slots.append(int(self.tables[s, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS)
-            self.done[s] += count
-            starts.append(len(of))
-            lengths.append(self.done[s])
-        slot = torch.tensor(slots)
-        write_rows(self.cache, rows[of], slot)
-        batch = PagedBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), self.tables[list(chunks)].contiguous(), slot)
+        of, _, batch = self.batch_of({s: min(wished, self.left(s)) for s, wished in chunks.items()})
+        write_rows(self.cache, rows[of], batch.slots)
         out[of] = self.kernels.latent_attention(q[of], self.cache, batch, scale, value_size)
 
 
