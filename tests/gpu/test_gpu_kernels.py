@@ -108,7 +108,7 @@ def test_the_kernels_pass_the_check_that_other_backends_must_pass(dtype: torch.d
     assert broken_law(own, attend, dtype, CUDA) == ""
 
 
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_the_cache_holds_the_codes_that_the_house_defines(stored: torch.dtype) -> None:
     own, size, tokens = kernels(), 128, 300
     qkv, table = torch.randn(tokens, 8 * size) * torch.logspace(-9, 3, tokens).unsqueeze(1), torch.randn(512, size)

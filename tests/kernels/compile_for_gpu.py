@@ -88,8 +88,8 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
         kernels.linear(x, weight, None)
     kernels.grouped_linear(x, torch.zeros(8, 512, 1024, dtype=dtype), torch.zeros(9, dtype=torch.int64))
     x.requires_grad_()
-    for residual in (x, x.float()):
-        normed, total = kernels.add_rms_norm(x, residual, x[0].detach(), 1e-6)
+    for residual, centred in ((x, False), (x.float(), False), (x, True)):
+        normed, total = kernels.add_rms_norm(x, residual, x[0].detach(), 1e-6, centred)
         (normed.sum() + total.sum()).backward()
     (kernels.silu_mul(x) + kernels.gelu_mul(x) + kernels.clamped_swiglu_mul(x)).sum().backward()
     x = x.detach()

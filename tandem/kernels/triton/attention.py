@@ -7,10 +7,13 @@ from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.triton.launch import IS_INTERPRETED, KV_CODES, UNFUSED, check, dense, power_of_two, processors
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
+from tandem.types import UserError
 
 LOG2_E = 1.4426950408889634
 _MOST_PARTIAL = 1 << 28
 """Maximum bytes of partial results of split attention."""
+_MOST_BLOCK = 512
+"""Compiled for Hopper in bf16, tiles of 1,024 numbers a row take 640 KiB of the 227 KiB of shared memory."""
 _TALL_SIZE = 128
 """Larger heads leave no registers for tall tiles."""
 
@@ -69,6 +72,11 @@ def _launch(
     tokens, query_heads, size = q.shape
     if query_heads % kv_heads:
         raise ValueError(f"attention has {query_heads} query heads over {kv_heads} key-value heads; query heads must be a multiple of key-value heads")
+    block_d = max(16, power_of_two(size))
+    if block_d > _MOST_BLOCK and not IS_INTERPRETED:
+        raise UserError(
+            f"attention has heads of {size} numbers, whose tiles do not fit into the shared memory of a GPU with kernels triton; compute this model on a CPU"
+        )
     if sinks is not None:
         check("attention sinks", sinks, query_heads)
         sinks = dense(sinks).float()
@@ -86,7 +94,6 @@ def _launch(
     if splits:
         partial = torch.empty(*shape, size, dtype=torch.float32, device=q.device)
         partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
-    block_d = max(16, power_of_two(size))
     grid = (_places(sequences, tokens, group, rows), kv_heads, splits or 1)
     kind = 0 if splits is None else 1 + is_latent
     programs.attention[grid](
