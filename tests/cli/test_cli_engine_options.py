@@ -68,11 +68,17 @@ EXPECTED = EngineArgs(
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_field_is_an_option(command: str) -> None:
     # gpu_memory_utilization is instead of kv_cache_tokens, and max_prefill_slowdown goes with chunked prefill; runner is what the
-    # command is for, or auto; precision goes with fp32 weights.
-    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown", "runner", "precision"}
+    # command is for, or auto; precision goes with fp32 weights,
+    # and model_impl and trust_remote_code with plain ones on one rank.
+    others = {
+        "model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown", "runner", "precision", "model_impl",
+        "trust_remote_code",
+    }  # fmt: skip
     assert GIVEN.keys() | others == {field.name for field in dataclasses.fields(EngineArgs)}
     assert engine_args(parser().parse_args([command, "m", "--max-prefill-slowdown", "3.5"]), model="m").max_prefill_slowdown == 3.5
     assert engine_args(parser().parse_args([command, "m", "--precision", "bf16"]), model="m").precision == "bf16"
+    by_module = engine_args(parser().parse_args([command, "m", "--model-impl", "transformers", "--trust-remote-code"]), model="m")
+    assert by_module == EngineArgs(model="m", model_impl="transformers", trust_remote_code=True)
     words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]
     args = engine_args(parser().parse_args([command, "m", *words]), model="m")
     defaults = EngineArgs()

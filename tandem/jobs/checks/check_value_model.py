@@ -40,7 +40,7 @@ def check_value_model(
     return shapes
 
 
-def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, implemented_by: Implementation) -> ModelShapes:
+def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, implemented_by: Implementation = OWN) -> ModelShapes:
     """Returns the shapes of the model ``path`` of ``reference.path``, which is computed as the actor is. Raises ``UserError`` as ``check_value_model``, and
     where it gives no probabilities."""
     shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens, implemented_by=implemented_by)
