@@ -191,7 +191,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
             f"'{where}' has model_type {reprlib.repr(model_type)}, whose language model of model_type '{inner['model_type']}' is supported only in a folder of "
             f"its own: load it with transformers as {known[inner['model_type']].class_name}, and save that"
         )
-    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{_nearest(model_type, known)}{OTHERS}")
+    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{OTHERS}{_nearest(model_type, known)}")
 
 
 def family_to_create(name: str) -> Family:
