@@ -74,7 +74,8 @@ def run_layer(
         x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
         x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
     if rows is not None:
-        x, residual, normed = (each.index_select(0, rows) for each in (x, residual, normed))
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        normed = normed.index_select(0, rows) if parallel_blocks else normed
     x = before(x)
     x = after(linear(x, output, output_bias) if lora is None else _adapted(batch, x, output, output_bias, changes.output))
     if summed_output_bias is not None:

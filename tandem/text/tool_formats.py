@@ -111,7 +111,7 @@ def _python_call(source: Pieces) -> Steps[bool]:
     """Reads a call of a list, and returns whether another follows."""
     written, follows = "", ""
     while follows not in (",", "]"):
-        written += yield from source.nested(Nesting("\"'", ("([{", ")]}")))
+        written += yield from source.nested(_python_nesting())
         yield from source.skip_space()
         if not source.text:
             break
@@ -131,12 +131,16 @@ def _read_call(written: str) -> Steps[None]:
         yield CallEnded(call)
 
 
+def _python_nesting() -> Nesting:
+    return Nesting("\"'", ("([{", ")]}"))
+
+
 def _olmo3(source: Pieces, schemas: Schemas) -> Steps[None]:
     start, end = "<function_calls>", "</function_calls>"
     mark = yield from source.pass_until(start)
     while mark:
         while not (yield from source.begins_with(end)):
-            written = yield from source.nested(Nesting("\"'", ("([{", ")]}")))
+            written = yield from source.nested(_python_nesting())
             if not written.strip():
                 break
             yield from _read_call(written)
@@ -257,8 +261,10 @@ def _head_name(head: str) -> tuple[str, str]:
 _KIMI = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 _DEEPSEEK = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 _QWEN_XML = (("<function=", ">"), ("<parameter=", ">"), "</function>")
+_HERMES_FORMAT = ToolFormat(_hermes, ("<tool_call>", "</tool_call>"))
+_GLM_FORMAT = ToolFormat(_glm45, ("<tool_call>", "</tool_call>"))
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
+    "hermes": _HERMES_FORMAT,
     "llama3_json": ToolFormat(_llama3_json, (_PYTHON_TAG,)),
     "mistral": ToolFormat(_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_ids=True),
     "pythonic": ToolFormat(_pythonic, (_PYTHON_TAG,)),
@@ -269,13 +275,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen3_xml": _tagged("tool_call", *_QWEN_XML),
     "seed_oss": _tagged("seed:tool_call", *_QWEN_XML),
     "minimax_m2": _tagged("minimax:tool_call", ('<invoke name="', '">'), ('<parameter name="', '">'), "</invoke>"),
-    "glm45": ToolFormat(_glm45, ("<tool_call>", "</tool_call>")),
+    "glm45": _GLM_FORMAT,
     "deepseek_v3": _sections(*_DEEPSEEK, name_line=True),
     "deepseek_v31": _sections(*_DEEPSEEK),
     "kimi_k2": _sections(*_KIMI),
-    "glm47": ToolFormat(_glm45, ("<tool_call>", "</tool_call>")),
+    "glm47": _GLM_FORMAT,
     "granite": ToolFormat(json_list("<|tool_call|>", "<tool_call>"), ("<|tool_call|>", "<tool_call>")),
-    "granite4": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
+    "granite4": _HERMES_FORMAT,
     "phi4_mini_json": ToolFormat(json_list("functools[")),
     "olmo3": ToolFormat(_olmo3, ("<function_calls>", "</function_calls>")),
     "cohere_command3": ToolFormat(json_list("<|START_ACTION|>", end="<|END_ACTION|>"), ("<|START_ACTION|>", "<|END_ACTION|>")),

@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,17 @@ def refused(*arguments: str, folder: Path | None = None) -> str:
     line = said.getvalue().rstrip("\n")
     assert line.startswith("tandem: ") and "\n" not in line, line
     return line
+
+
+def train_until_killed(recipe: Path, run: Path, row_count: int, *, limit_s: float) -> None:
+    """Trains ``recipe`` in a process of its own and kills it where ``run`` has more than ``row_count`` rows, within ``limit_s``."""
+    process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path, ends = run / "metrics.jsonl", time.monotonic() + limit_s
+    while not path.exists() or path.read_bytes().count(b"\n") <= row_count:
+        assert time.monotonic() < ends and process.poll() is None
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def forget_end(run: Path) -> None:

@@ -3,12 +3,7 @@ answers, and a run that died or is divided between ranks has the same results.""
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,7 @@ import pytest
 import torch
 import yaml
 from byte_model import write_byte_model
-from data_runs import forget_end, rows
+from data_runs import forget_end, rows, train_until_killed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem import LLM, SamplingParams
@@ -262,13 +257,7 @@ def test_run_that_failed_goes_on_to_the_same_bits(undisturbed: Path, data: Path,
 @pytest.mark.full
 def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, data)
-    process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") <= 13:
-        assert time.monotonic() < ends and process.poll() is None
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    train_until_killed(recipe, tmp_path / "run", 13, limit_s=120)
     assert len(rows(tmp_path / "run")) < STEPS
     before = torch.get_num_threads()
     resume(tmp_path / "run")

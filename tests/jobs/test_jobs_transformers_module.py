@@ -1,18 +1,13 @@
 """Runs with ``model.implementation: transformers``: reinforcement learning and fine-tuning of families that Tandem does not declare."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from data_runs import command, refused, rows
+from data_runs import command, refused, rows, train_until_killed
 
 from tandem.cli.main import main
 from tandem.config.implementation import Implementation
@@ -139,13 +134,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 def test_a_run_that_is_killed_is_resumed_with_the_same_bits_and_transformers_reads_its_folder(undisturbed: Path, tmp_path: Path) -> None:
     recipe = sft_recipe(tmp_path, undisturbed / "model", run={"max_steps": LONG})
-    process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 240
-    while not path.exists() or path.read_bytes().count(b"\n") <= 5:
-        assert time.monotonic() < ends and process.poll() is None
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    train_until_killed(recipe, tmp_path / "run", 5, limit_s=240)
     assert len(rows(tmp_path / "run")) < LONG
     threads = torch.get_num_threads()
     resume(tmp_path / "run")

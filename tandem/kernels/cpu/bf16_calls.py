@@ -22,6 +22,7 @@ class Bf16Calls(Calls):
         super().__init__(library)
         self._rounds = rounds
         self._bf16_linear: Callable[..., Any] = library.bf16_linear
+        self._linear_grad_weight = library.bf16_linear_grad_weight
 
     def pack(self, weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape
@@ -93,10 +94,4 @@ class Bf16Calls(Calls):
         rounds = self._rounds and out is None
         out = grad.new_empty(len(grad), width) if out is None else out
         self._c.bf16_linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, adds, rounds, out.data_ptr())
-        return out
-
-    def linear_grad_weight(self, grad: Tensor, x: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
-        rows, columns, width = len(x), grad.shape[1], x.shape[1]
-        out = grad.new_empty(columns, width) if out is None else out
-        self._c.bf16_linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
         return out

@@ -54,6 +54,7 @@ class Calls:
     def __init__(self, library: Library) -> None:
         self._c = library
         self._linear = library.linear
+        self._linear_grad_weight = library.linear_grad_weight
 
     def pack(self, weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape
@@ -178,7 +179,7 @@ class Calls:
         """Computes ``grad[T, N].T @ x[T, K]``, written to ``out`` or added to it."""
         rows, columns, width = len(x), grad.shape[1], x.shape[1]
         out = grad.new_empty(columns, width) if out is None else out
-        self._c.linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
+        self._linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
         return out
 
     def linear_grad_bias(self, grad: Tensor) -> Tensor:

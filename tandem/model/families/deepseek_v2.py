@@ -4,10 +4,11 @@ from typing import Any
 
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ExpertNames, ExpertShapes, SoftmaxRouting
-from tandem.model.families.deepseek_v3 import PUBLISHED, new_latent, read_dense_layers
+from tandem.model.families.deepseek_v3 import PUBLISHED, new_latent
 from tandem.model.family import ConfigFlag, Family, Mixture
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.latent_config import read_latent
+from tandem.model.huggingface.routed_experts import read_dense_layers, routed_expert_keys
 
 NAMES = ExpertNames()
 GREEDY, BY_GROUPS = "greedy", "group_limited_greedy"
@@ -38,20 +39,8 @@ def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
 
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:
     routing = experts.softmax or SoftmaxRouting()
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
-        "first_k_dense_replace": len(experts.dense_layers),
-        "moe_layer_freq": 1,
-        "norm_topk_prob": False,
-        "scoring_func": "softmax",
-        "topk_method": BY_GROUPS if routing.groups > 1 else GREEDY,
-        "n_group": routing.groups,
-        "topk_group": routing.groups_per_tok,
-        "routed_scaling_factor": routing.scaling,
-    }
+    method = BY_GROUPS if routing.groups > 1 else GREEDY
+    return {**routed_expert_keys(experts, routing), "moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": method}
 
 
 def new_uncompressed(head_dim: int) -> LatentAttention:

@@ -7,19 +7,10 @@ from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, Sigmoid
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.latent_config import read_latent
+from tandem.model.huggingface.routed_experts import read_dense_layers, routed_expert_keys
 
 NAMES = ExpertNames()
 PUBLISHED = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
-
-
-def read_dense_layers(reader: ConfigReader, layers: int, default: int) -> tuple[int, ...]:
-    """Reads ``first_k_dense_replace``: the first layers, which have a plain MLP."""
-    dense = reader.config.get("first_k_dense_replace")
-    dense = default if dense is None else dense
-    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense <= layers:
-        raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number of at most the {layers} layers")
-    reader.only("moe_layer_freq", 1)
-    return tuple(range(dense))
 
 
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
@@ -39,22 +30,8 @@ def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
 
 
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:
-    routing = experts.sigmoid or SigmoidRouting()
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
-        "first_k_dense_replace": len(experts.dense_layers),
-        "moe_layer_freq": 1,
-        "norm_topk_prob": experts.normalised,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": routing.groups,
-        "topk_group": routing.groups_per_tok,
-        "routed_scaling_factor": routing.scaling,
-        "num_nextn_predict_layers": 0,
-    }
+    keys = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    return {**routed_expert_keys(experts, experts.sigmoid or SigmoidRouting()), **keys}
 
 
 def new_latent(head_dim: int) -> LatentAttention:

@@ -5,6 +5,7 @@ from typing import Any
 from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, SigmoidRouting
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.model.huggingface.routed_experts import routed_expert_keys
 
 NAMES = ExpertNames()
 
@@ -28,19 +29,7 @@ def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
 
 
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:
-    routing = experts.sigmoid or SigmoidRouting()
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
-        "first_k_dense_replace": len(experts.dense_layers),
-        "norm_topk_prob": experts.normalised,
-        "n_group": routing.groups,
-        "topk_group": routing.groups_per_tok,
-        "routed_scaling_factor": routing.scaling,
-        "num_nextn_predict_layers": 0,
-    }
+    return {**routed_expert_keys(experts, experts.sigmoid or SigmoidRouting()), "num_nextn_predict_layers": 0}
 
 
 def write_norms(shapes: ModelShapes) -> dict[str, Any]:

@@ -40,7 +40,7 @@ constexpr int64_t stored_size(int64_t size) {
   return IS_PAIR<T> ? size / 2 : size;
 }
 
-// Runs call(T{}) for what `kind` names: the order of KV_DTYPES in kv_dtype.py.
+// Runs call(T{}) for what `kind` names: the codes of _STORED in attention_calls.py.
 template <typename Call>
 INLINE auto for_stored(int kind, Call call) {
   switch (kind) {
