@@ -65,7 +65,10 @@ class Running:
             raise AssertionError(f"waited {LIMIT_S:g} s for {what}; {self.said}") from None
 
     async def until_ready(self, count: int) -> None:
-        await self.until(lambda: len(self.group.ready) == count == len(self.group.servers), f"{count} servers")
+        # A backend answers its probe before the group's next step takes note of it, and until then an update prefers the servers that are noted.
+        await self.until(
+            lambda: len(self.group.ready) == count == len(self.group.servers) and all(server.was_ready for server in self.group.servers), f"{count} servers"
+        )
 
     def take(self, server: Server) -> Attempt:
         """Begins a request at ``server``; it must be in a task."""
