@@ -59,6 +59,7 @@ def assert_follows(run: PodRun, start: dict[str, Tensor], alpha: float, every: i
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
+@pytest.mark.full
 def test_the_reference_is_a_mean_of_the_actors_and_each_step_measures_its_kl_to_it(run_of: RunOf) -> None:
     run = run_of(EMA, "--inline")
     assert_follows(run, start_of(run), 0.25, 1)

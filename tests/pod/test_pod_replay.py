@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from pod_runs import PodRun, finish
 
 from tandem.runtime.records.journal import Journal
@@ -46,6 +47,7 @@ def test_replayed_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(undistur
     assert run.left_behind() == []
 
 
+@pytest.mark.full
 def test_replay_names_a_reward_function_that_gives_other_scores_now(undisturbed: PodRun, tmp_path: Path) -> None:
     run = copy_of(undisturbed, tmp_path)
     with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
@@ -60,6 +62,7 @@ def test_replay_names_a_reward_function_that_gives_other_scores_now(undisturbed:
     assert changed.id in done.stdout and "value recorded" in done.stdout and "equal bit for bit" in done.stdout
 
 
+@pytest.mark.full
 def test_replay_names_metrics_that_do_not_follow_from_what_was_recorded(undisturbed: PodRun, tmp_path: Path) -> None:
     run = copy_of(undisturbed, tmp_path)
     path = run.directory / "metrics.jsonl"

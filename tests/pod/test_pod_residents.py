@@ -39,6 +39,7 @@ def model_bytes(run: PodRun) -> int:
     return sum(tensor.nbytes for _, tensor in read_tensors(run.directory / "model"))
 
 
+@pytest.mark.full
 def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--residents.plan=figure", "--residents.prefetch=false", "--run.max_steps=3")

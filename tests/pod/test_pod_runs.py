@@ -61,6 +61,7 @@ def test_engine_terminated_between_steps_gives_the_bits_of_the_one_that_stays(un
     assert len(started_workers(undisturbed, "rollout")) == 1
 
 
+@pytest.mark.full
 def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--inline")
@@ -203,6 +204,7 @@ def test_interrupt_while_the_model_is_fine_tuned_names_the_run_and_not_its_stage
     assert f"tandem resume {tmp_path / 'mine'}' continues" in said[-1]
 
 
+@pytest.mark.full
 def test_second_command_on_a_running_directory_is_refused_with_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")

@@ -159,7 +159,8 @@ def test_judging_goes_on_beside_other_work(start: Callable[..., Any]) -> None:
 def test_a_bad_sample_is_masked_and_named_and_its_neighbours_keep_their_rewards(
     start: Callable[..., Any], name: str, bad: str, problem: str
 ) -> None:
-    with start(name) as pool:
+    # A worker that is started four times beside other work must not use up the deadline of the call.
+    with start(name, deadline_s=60.0) as pool:
         scores = judge(pool, "good", bad, "fine")
         assert [score.value for score in scores] == [1.0, None, 1.0]
         assert problem in scores[1].reason

@@ -188,6 +188,7 @@ def test_an_engine_that_dies_in_the_middle_of_an_update_comes_back_with_the_new_
     assert pair.control_get("/weight_checker")["instances_agree"]
 
 
+@pytest.mark.full
 def test_a_stream_that_cannot_be_repeated_ends_with_an_error_event(pair: Server, other_model: Path) -> None:
     until(lambda: len(pair.engines()) == 2 and len(pair.control_get("/weight_info")["instances"]) == 2, "both engines")
     pair.control("/pause?mode=recompute")
@@ -264,6 +265,7 @@ def test_sigterm_lets_streams_end_and_refuses_new_ones(model: Path, tmp_path: Pa
         assert running.log.read_text().splitlines()[-1] == "tandem: stopped"
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
     with server(model, tmp_path) as running:
         (engine,) = running.engines()
@@ -275,6 +277,7 @@ def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
         assert not psutil.pid_exists(engine) and "cut off" in running.log.read_text().splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_reader_that_stalls_is_given_up(model: Path, tmp_path: Path) -> None:
     with server(model, tmp_path, "--stall-timeout", "1") as running:
         reader = Reader(running, UNREAD, buffer=4096)

@@ -50,6 +50,7 @@ def test_a_folder_needs_no_answer(tmp_path: Path) -> None:
     assert (tmp_path / "copies").is_dir()
 
 
+@pytest.mark.full
 def test_an_endpoint_that_does_not_answer_is_one_line_within_seconds(tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
     with socket.socket() as server:
