@@ -19,6 +19,7 @@ from typing import Any
 
 from engine_models import flops
 from engine_parts import Sides
+from engine_report import with_bound
 from machine import HERE, Driven, machine, peer_python, write_ratios, write_report
 from options import parser
 from training import LENGTH, SEQUENCES, model_folder, operations, write_batches
@@ -99,6 +100,8 @@ def rows(what: str, took: dict[str, list[float]], work: float, rate: dict[str, f
         target = TARGETS.get("training fp32" if what == "training" and name == "tandem fp32" else name)
         if ratio and target:
             promises.append({"what": f"bf16, {what}, against {name}", "ratio": best / min(own), "median": median / statistics.median(own), "target": target})
+            # If ours were nothing but its products, at the rate of the dot product's instruction.
+            promises[-1]["bound"] = best * rate["bf16"] * 1e9 / work if "bf16" in rate else None
     return lines
 
 
@@ -127,7 +130,8 @@ def main() -> None:
         rate = faster(rate, rates(options.work))
         lines += rows("training", took, operations([LENGTH] * SEQUENCES), rate, promises)
     verdicts = [
-        f"| {p['what']} | {p['ratio']:.2f} ({p['median']:.2f}) | {p['target']} | {'met' if p['ratio'] >= p['target'] else '**missed**'} |" for p in promises
+        f"| {p['what']} | {p['ratio']:.2f} ({p['median']:.2f}) | {with_bound(p)} | {p['target']} | {'met' if p['ratio'] >= p['target'] else '**missed**'} |"
+        for p in promises
     ]
     text = "\n".join([
         "# bf16 on a CPU", "", described, "", *(__doc__ or "").split("\n\n")[2:],
@@ -135,7 +139,7 @@ def main() -> None:
         + "".join(f" Left out: {name}." for name in options.without), "",
         "| what | side | CPU seconds, best / median | GFLOP/s | share of the instruction's rate | side / tandem bf16, best / median |",
         "|---|---|---|---|---|---|",
-        *lines, "", "| ratio | best (median) | target | |", "|---|---|---|---|", *verdicts, "",
+        *lines, "", "| ratio | best (median) | bound | share of it | target | |", "|---|---|---|---|---|---|", *verdicts, "",
     ])  # fmt: skip
     print(text)
     print(f"wrote {write_report('bf16', text, options.out)}")

@@ -38,20 +38,21 @@ def throughput(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]
     rows, first, promises, greedy = [], [], [], []
     for (model, threads), part in parts.items():
         ours = part["sides"]["tandem"]
+        least = {kind: part["flops"] / max(took[kind] for took in part["rate"]) for kind in KINDS}
         for name, kinds in part["sides"].items():
             cells, shares = [model, str(threads), name], []
             for kind in KINDS:
                 tokens = kinds["all"][0]["tokens"]
                 ratio = best(kinds["all"], kind) / best(ours["all"], kind)
                 cells += [f"{tokens / best(kinds['all'], kind):,.0f}", "" if name == "tandem" else f"**{ratio:.2f}**"]
-                rate = max(took[kind] for took in part["rate"])
-                shares.append(f"{part['flops'] / best(kinds['all'], kind) / rate:.0%}")
+                shares.append(f"{least[kind] / best(kinds['all'], kind):.0%}")
             target = THROUGHPUT.get(name, {}).get(model)
             rows.append([*cells, *shares, spread(kinds["all"], "wall_s"), "" if target is None else f"{target:g}", _gib(part["peak_bytes"][name])])
             if target is not None:
                 kind = kind_of(threads)
                 ratio = best(kinds["all"], kind) / best(ours["all"], kind)
-                promises.append(_promise(f"output tokens/s beside {name}, {model}, {_threads(threads)}", ratio, target))
+                bound = best(kinds["all"], kind) / least[kind]
+                promises.append(_promise(f"output tokens/s beside {name}, {model}, {_threads(threads)}", ratio, target, bound=bound))
             cells = [model, str(threads), name]
             for what in ("first", "alone"):
                 for kind in KINDS:
@@ -62,8 +63,8 @@ def throughput(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]
                 ratio = best(kinds["first"], kind_of(threads)) / best(ours["first"], kind_of(threads))
                 promises.append(_promise(f"time to first token of all sequences beside vLLM, {model}, {_threads(threads)}", ratio, FIRST_TOKEN))
         kind = kind_of(threads)
-        share = part["flops"] / best(ours["all"], kind) / max(took[kind] for took in part["rate"])
-        promises.append(_promise(f"share of the measured matrix rate, {model}, {_threads(threads)}", share, MATRIX_SHARE))
+        share = least[kind] / best(ours["all"], kind)
+        promises.append(_promise(f"share of the measured matrix rate, {model}, {_threads(threads)}", share, MATRIX_SHARE, bound=1.0))
         greedy.append(_greedy(model, threads, part["greedy"]))
     lines = [
         "## Output tokens a second", "",
@@ -197,8 +198,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _promise(what: str, ratio: float, target: float, at_most: bool = False) -> Row:
-    return {"what": what, "ratio": ratio, "target": target, "at_most": at_most}
+def _promise(what: str, ratio: float, target: float, at_most: bool = False, bound: float | None = None) -> Row:
+    """``bound``: the ratio if our side took only its matrix products, at the measured rate; ``None``: nothing was measured that bounds it."""
+    return {"what": what, "ratio": ratio, "target": target, "at_most": at_most, "bound": bound}
+
+
+def with_bound(row: Row) -> str:
+    """The two cells of a table: the bound of a ratio, and the share of it."""
+    return "none measured | " if row["bound"] is None else f"{row['bound']:.2f} | {row['ratio'] / row['bound']:.0%}"
 
 
 def _threads(count: int) -> str:

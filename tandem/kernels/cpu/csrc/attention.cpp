@@ -32,6 +32,10 @@ struct Source {
   int64_t begin;
 
   bool is_in_place() const { return kind == 0 && keys; }
+  // bf16 numbers are widened as they are loaded, which costs few rows less than decoding them into memory.
+  bool is_widened() const { return kind == 1 && keys; }
+  Tiles<Bf16> stored_keys() const { return {static_cast<const Bf16*>(keys), key_tile_stride, 0, table, begin}; }
+  Tiles<Bf16> stored_values() const { return {static_cast<const Bf16*>(values), value_tile_stride, value_row_stride, table, begin}; }
   int64_t tiles_at_once() const { return is_in_place() ? SPAN_TILES : DECODED_TILES; }
 
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
@@ -104,7 +108,9 @@ __attribute__((noinline)) void attend_span(const Rows& rows, const Source& sourc
   alignas(64) SpanBuffer scores;
   alignas(64) float decoded[DECODED_TILES * BLOCK_TOKENS * MAX_HEAD_SIZE];
   const int64_t padded = (size + LANES - 1) / LANES * LANES, step = source.tiles_at_once();
-  for (int64_t t = first; t < last; t += step) {
+  const bool widened = source.is_widened();
+  if (widened) dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, first, last, source.stored_keys(), scores[0]);
+  for (int64_t t = widened ? last : first; t < last; t += step) {
     const int64_t end = std::min(last, t + step);
     dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, t, end, source.key_view(t, end, size, decoded), scores[0] + (t - first) * LANES);
   }
@@ -128,6 +134,7 @@ __attribute__((noinline)) void attend_span(const Rows& rows, const Source& sourc
     }
     state.total[r] = sum(total);
   }
+  if (widened) return add_weighted<ROWS>(scores[0], rows, first, last, size, source.stored_values(), state.sums);
   for (int64_t t = first; t < last; t += step) {
     const int64_t end = std::min(last, t + step);
     add_weighted<ROWS>(scores[0] + (t - first) * LANES, rows, t, end, size, source.value_view(t, end, size, decoded), state.sums);

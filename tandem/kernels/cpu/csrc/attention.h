@@ -19,16 +19,18 @@ constexpr int64_t SPAN_TILES = SPAN / BLOCK_TOKENS;
 constexpr int64_t MAX_HEAD_SIZE = 576;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// Tiles of fp32: tile t is block table[t], or the (t - first)th in order.
-struct View {
-  const float* data;
+// Tiles of numbers that are read as fp32: tile t is block table[t], or the (t - first)th in order.
+template <typename T>
+struct Tiles {
+  const T* data;
   int64_t tile_stride;  // in elements
   int64_t row_stride;   // of values
   const int32_t* table;
   int64_t first;
 
-  const float* tile(int64_t t) const { return data + (table ? table[t] : t - first) * tile_stride; }
+  const T* tile(int64_t t) const { return data + (table ? table[t] : t - first) * tile_stride; }
 };
+using View = Tiles<float>;
 
 // Up to MAX_ROWS_AT_ONCE query rows; row r sees the keys begin[r] <= position < end[r].
 struct Rows {
@@ -71,11 +73,11 @@ INLINE void with_scores(float scale, float cap, Call call) {
 
 // out[r SPAN + (t - first) 16 ..] = rows[r] . key for the tiles first <= t < last.
 // TILES are walked at once, so that few rows still keep the multipliers busy.
-template <int ROWS, int TILES>
-INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const View& view, float* out) {
+template <int ROWS, int TILES, typename T>
+INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const Tiles<T>& view, float* out) {
   int64_t t = first;
   for (; t + TILES <= last; t += TILES) {
-    const float* keys[TILES];
+    const T* keys[TILES];
     V acc[TILES][ROWS];
 #pragma GCC unroll 8
     for (int i = 0; i < TILES; ++i) {
@@ -86,7 +88,7 @@ INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int
     for (int64_t d = 0; d < size; ++d)
 #pragma GCC unroll 8
       for (int i = 0; i < TILES; ++i) {
-        const V key = load(keys[i] + d * LANES);
+        const V key = widen(keys[i] + d * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) acc[i][r] = fma(set1(rows[r][d]), key, acc[i][r]);
       }
@@ -96,13 +98,13 @@ INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int
       for (int r = 0; r < ROWS; ++r) store(out + r * SPAN + (t + i - first) * LANES, acc[i][r]);
   }
   if constexpr (TILES > 1)
-    if (t < last) dot_tiles<ROWS, TILES / 2>(rows, size, t, last, view, out + (t - first) * LANES);
+    if (t < last) dot_tiles<ROWS, TILES / 2, T>(rows, size, t, last, view, out + (t - first) * LANES);
 }
 
 // For the rows r: out[r][d .. d + 16 VECTORS) += sum over the keys from <= key < to, in order, of weights[r][key - first_key]
 // values[key][the same columns). `columns` is the width of the last vector; out may be written to full vectors.
-template <int ROWS, int VECTORS>
-INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t d, int columns, const View& view, float* out) {
+template <int ROWS, int VECTORS, typename T>
+INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t d, int columns, const Tiles<T>& view, float* out) {
   V acc[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -110,11 +112,11 @@ INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int6
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(out + r * MAX_HEAD_SIZE + d + v * LANES);
   for (int64_t key = from; key < to;) {
     const int64_t tile = key / BLOCK_TOKENS, next = std::min(to, (tile + 1) * BLOCK_TOKENS);
-    const float* values = view.tile(tile) + (key - tile * BLOCK_TOKENS) * view.row_stride + d;
+    const T* values = view.tile(tile) + (key - tile * BLOCK_TOKENS) * view.row_stride + d;
     for (; key < next; ++key, values += view.row_stride) {
       V value[VECTORS];
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; ++v) value[v] = v == VECTORS - 1 ? get(values + v * LANES, columns) : load(values + v * LANES);
+      for (int v = 0; v < VECTORS; ++v) value[v] = v == VECTORS - 1 ? widen_n(values + v * LANES, columns) : widen(values + v * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         const V weight = set1(weights[r * SPAN + key - first_key]);
@@ -130,32 +132,33 @@ INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int6
 }
 
 // The same over all of a head's columns.
-template <int ROWS>
-INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const View& view, float* out) {
+template <int ROWS, typename T>
+INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out) {
   if (from >= to) return;
   int64_t d = 0;
   if constexpr (ROWS <= 2)
-    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4>(weights, first_key, from, to, d, LANES, view, out);
-  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2>(weights, first_key, from, to, d, LANES, view, out);
+    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4, T>(weights, first_key, from, to, d, LANES, view, out);
+  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2, T>(weights, first_key, from, to, d, LANES, view, out);
   for (; d < size; d += LANES)
-    add_keys<ROWS, 1>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out);
+    add_keys<ROWS, 1, T>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out);
 }
 
-inline void add_row(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const View& view, float* out) {
-  add_all_columns<1>(weights, first_key, from, to, size, view, out);
+template <typename T>
+inline void add_row(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out) {
+  add_all_columns<1, T>(weights, first_key, from, to, size, view, out);
 }
 
 // out[r] += the values of the tiles first <= t < last by weights[r SPAN ..], for exactly the keys that row r sees: those that all rows see
 // at once, those before and behind by themselves.
-template <int ROWS>
-INLINE void add_weighted(const float* weights, const Rows& rows, int64_t first, int64_t last, int64_t size, const View& view,
+template <int ROWS, typename T>
+INLINE void add_weighted(const float* weights, const Rows& rows, int64_t first, int64_t last, int64_t size, const Tiles<T>& view,
                          float (*out)[MAX_HEAD_SIZE]) {
   const int64_t begin = first * BLOCK_TOKENS, end = last * BLOCK_TOKENS;
   const int64_t shared_begin = std::clamp(*std::max_element(rows.begin, rows.begin + ROWS), begin, end);
   const int64_t shared_end = std::clamp(*std::min_element(rows.end, rows.end + ROWS), shared_begin, end);
   for (int r = 0; r < ROWS; ++r)
     add_row(weights + r * SPAN, begin, std::max(begin, rows.begin[r]), std::min(shared_begin, rows.end[r]), size, view, out[r]);
-  add_all_columns<ROWS>(weights, begin, shared_begin, shared_end, size, view, out[0]);
+  add_all_columns<ROWS, T>(weights, begin, shared_begin, shared_end, size, view, out[0]);
   for (int r = 0; r < ROWS; ++r)
     add_row(weights + r * SPAN, begin, std::max(shared_end, rows.begin[r]), std::min(end, rows.end[r]), size, view, out[r]);
 }

@@ -46,8 +46,8 @@ void backward_rows(const Rows& rows, const float* const* grad, const float* cons
   const int64_t last_tile = rows.last_tile(), tile = h.size * BLOCK_TOKENS;
   for (int64_t first = rows.first_tile(); first < last_tile;) {
     const int64_t last = std::min(last_tile, (first / SPAN_TILES + 1) * SPAN_TILES);
-    dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, h.size, first, last, {h.k_tiles, tile, 0, nullptr, h.first_tile}, weights[0]);
-    dot_tiles<ROWS, tiles_at_once(ROWS)>(grad, h.size, first, last, {h.v_tiles, tile, 0, nullptr, h.first_tile}, slopes[0]);
+    dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, h.size, first, last, View{h.k_tiles, tile, 0, nullptr, h.first_tile}, weights[0]);
+    dot_tiles<ROWS, tiles_at_once(ROWS)>(grad, h.size, first, last, View{h.v_tiles, tile, 0, nullptr, h.first_tile}, slopes[0]);
     for (int64_t t = first; t < last; ++t) {
       V p[ROWS], e[ROWS];
 #pragma GCC unroll 8

@@ -41,7 +41,8 @@ struct Tile {
   int64_t out_stride;
   const float* bias;
   bool add, rounds;
-  int columns;  // of the last vector, 1..16
+  int columns;        // of the last vector, 1..16
+  const float* ahead;  // what is read next, k cache lines of it: memory answers while the tile is computed
 };
 
 template <int ROWS, int VECTORS, typename Math>
@@ -51,11 +52,13 @@ INLINE void chains(const Tile& t, V (&acc)[ROWS][VECTORS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
   const float* left = t.left;
-  const float* right = t.right;
+  const float *right = t.right, *ahead = t.ahead;
   const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride;
 #pragma GCC unroll 2
   for (int64_t k = 0; k < t.k; ++k) {
     V b[VECTORS];
+    __builtin_prefetch(ahead, 0, 2);
+    ahead += LANES;
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) b[v] = load(right + v * LANES);
 #pragma GCC unroll 16
@@ -190,14 +193,15 @@ class Block {
       for (; p0 + STREAMS <= p1 && (p0 + STREAMS) * PANEL <= p_.n; p0 += STREAMS) row_of_panels(m0, p0);
     thread_local Scratch memory;
     const bool repack = p_.left.k_stride != 1;
-    if (!repack && m1 - m0 <= ROW_CHUNK && (m1 - m0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
-      for (int64_t panel = p0; panel < p1; ++panel)
-        for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP)
-          panel_rows(left_at(m0, k0), 0, m0, m1, panel, k0, packed_at(panel, k0));
-      return;
-    }
     for (int64_t c0 = m0; c0 < m1; c0 += ROW_CHUNK) {
       const int64_t c1 = std::min(m1, c0 + ROW_CHUNK);
+      if (!repack && (c1 - c0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
+        // All of the left rows stay in the second-level cache, so that a panel's outputs are finished while they do.
+        for (int64_t panel = p0; panel < p1; ++panel)
+          for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP)
+            panel_rows(left_at(c0, k0), 0, c0, c1, panel, k0, packed_at(panel, k0));
+        continue;
+      }
       for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP) {
         Left left = left_at(c0, k0);
         int64_t tile = 0;
@@ -287,6 +291,8 @@ class Block {
         t.row_stride = tile ? 1 : left.row_stride;
         t.k_stride = tile ? tile : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
+        // Packed blocks lie one behind the other; a block of whole panels has PANEL / LANES lines for each k.
+        t.ahead = right + k * width + std::min<int64_t>((m - m0) / most, PANEL / LANES - 1) * k * LANES;
         TILES<Math>.of[vectors][rows](t);
       }
       n += vectors * LANES;
