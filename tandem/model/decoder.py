@@ -156,8 +156,8 @@ class Decoder(nn.Module):
             return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received)
         with torch.no_grad():
             if self._packed is None:
-                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora)
-            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora)
+                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora, span, received)
+            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received)
 
     def _run(
         self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
@@ -215,11 +215,14 @@ class Decoder(nn.Module):
     def _rows(self, tokens: Tensor) -> Tensor:
         """Returns the rows of this rank's part of the embedding, as the first layer reads them."""
         factor = embedding_factor(self.shapes, self.dtype)
-        if self._packed_embedding is not None:
-            rows = self.kernels.packed_rows(tokens, self._packed_embedding)
-        else:
-            rows = F.embedding(tokens, self.embed_tokens)
+        rows = self.embedded(tokens)
         return rows if factor == 1.0 else rows * factor
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of the embedding, or of this rank's part of it, for ``tokens[T]``, without the factor that the first layer reads them with."""
+        if self._packed_embedding is not None:
+            return self.kernels.packed_rows(tokens, self._packed_embedding)
+        return F.embedding(tokens, self.embed_tokens)
 
     def _to_head(self, hidden: Tensor) -> Tensor:
         """Returns what the language-model head reads of ``hidden[R, H]``: divided as the logits are."""

@@ -1,0 +1,176 @@
+"""Drafts by heads that read the model's hidden states: they propose what their equations say, and change no bit of what is drawn."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draft_heads import LAYERS, with_predictor
+from engine_matrix import MEMORY
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tandem.engine.core.request import Sequence
+from tandem.engine.llm import LLM
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.types import UserError
+
+PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "q"]
+PARAMS = SamplingParams(n=2, max_tokens=40, seed=3, temperature=0.8, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+Folders = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def predictors(make_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """``predictors(family, is_exact)`` returns the folder of a model with a layer of multi-token prediction."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(family: str = "deepseek_v3", is_exact: bool = False) -> Path:
+        if (family, is_exact) not in made:
+            into = tmp_path_factory.mktemp("predictors") / family
+            made[family, is_exact] = with_predictor(make_folder(family, 0), make_folder(family, 4), into, is_exact=is_exact)
+        return made[family, is_exact]
+
+    return make
+
+
+def start(folder: Path, tokens: int | None = None, **settings: Any) -> LLM:
+    speculative = {} if tokens is None else {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens, "disable_by_batch_size": 64}}
+    return LLM(folder, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, **speculative, **settings})
+
+
+def outputs(llm: LLM, params: SamplingParams = PARAMS) -> list[list[CompletionOutput]]:
+    answers = llm.generate(PROMPTS, params, request_keys=[0, 1, 2])
+    llm.engine.check_integrity()
+    return [answer.outputs for answer in answers]
+
+
+def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Returns a list that receives the known tokens of a sequence and its draft, for every proposal."""
+    proposer: Any = llm.engine._runner.proposer
+    propose, seen = proposer.propose, []
+
+    def spy(sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        drawn = llm.engine._runner.batch.tokens_since(sequences, [0] * len(sequences))
+        drafts: list[list[int]] = propose(sequences, counts)
+        seen.extend((sequence.request.prompt_token_ids + tokens, draft) for sequence, tokens, draft in zip(sequences, drawn, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", spy)
+    return seen
+
+
+class Published:
+    """Multi-token prediction by the equations of DeepSeek-V3, section 2.2, over the layers of transformers."""
+
+    def __init__(self, folder: Path, model: Path, other: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        self.of_layer = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval().model
+        tensors, at = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}."
+        self.enorm, self.hnorm, self.projection, self.norm = (tensors[f"{at}{name}.weight"] for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def draft(self, known: list[int], count: int) -> list[int]:
+        states = self.model.model(torch.tensor([known[:-1]])).last_hidden_state
+        tokens, drafts = known[1:], list[int]()
+        for _ in range(count):
+            embedded = F.embedding(torch.tensor([tokens]), self.model.model.embed_tokens.weight)
+            x = torch.cat((self.normed(embedded, self.enorm), self.normed(states, self.hnorm)), dim=-1) @ self.projection.T
+            length = x.shape[1]
+            positions, mask = torch.arange(length)[None], torch.full((length, length), float("-inf")).triu(1)[None, None]
+            x = self.of_layer.layers[-1](x, attention_mask=mask, position_embeddings=self.of_layer.rotary_emb(x, positions), position_ids=positions)
+            x = x[0] if isinstance(x, tuple) else x
+            drafts.append(int(self.model.lm_head(self.normed(x[:, -1], self.norm)).argmax()))
+            tokens, states = [*tokens, drafts[-1]], torch.cat((states, x[:, -1:]), dim=1)
+        return drafts
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+def test_a_layer_of_multi_token_prediction_proposes_what_the_equations_say(
+    predictors: Folders, make_folder: Folders, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    folder = predictors(family)
+    llm = start(folder, 3, max_num_batched_tokens=16)
+    seen = recorded(llm, monkeypatch)
+    outputs(llm, GREEDY)
+    published = Published(folder, make_folder(family, 0), make_folder(family, 4))
+    assert len(seen) > 15
+    for known, draft in seen:
+        assert draft and draft == published.draft(known, len(draft)), known
+
+
+def test_a_layer_that_predicts_as_the_model_does_is_always_right(predictors: Folders) -> None:
+    folder = predictors(is_exact=True)
+    llm = start(folder, 3)
+    assert outputs(llm) == outputs(start(folder))
+    figures = llm.engine.cumulative_stats()
+    assert figures.speculation.accepted == figures.speculation.proposed > 0
+
+
+def test_draft_tokens_of_a_head_change_no_bit(predictors: Folders) -> None:
+    folder = predictors()
+    expected = outputs(start(folder))
+    llm = start(folder, 2, max_num_batched_tokens=23, kv_cache_tokens=128)
+    # The second time the prompts are in the prefix cache.
+    assert outputs(llm) == expected and outputs(llm) == expected
+    figures = llm.engine.cumulative_stats().speculation
+    assert figures.proposed > figures.accepted and llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("memory", list(MEMORY))
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_every_schedule_draws_the_same_bits_with_a_head(predictors: Folders, family: str, memory: str, is_exact: bool) -> None:
+    folder = predictors(family, is_exact)
+    expected = outputs(start(folder))
+    for chunk, ranks in ((16, 1), (23, 1), (64, 1), (23, 2)):
+        with contextlib.closing(start(folder, 3, max_num_batched_tokens=chunk, tensor_parallel_size=ranks, **MEMORY[memory])) as llm:
+            assert outputs(llm) == expected and outputs(llm) == expected, (chunk, ranks)
+            figures = llm.engine.cumulative_stats().speculation
+            assert figures.proposed > 0 and (figures.accepted > 0 or not is_exact)
+            llm.engine.sleep()
+            llm.engine.wake_up()
+            assert outputs(llm) == expected
+
+
+@pytest.fixture
+def broken(predictors: Folders, tmp_path: Path) -> Iterator[Callable[[str, Any], Path]]:
+    """``broken(name, change)`` returns the folder without the tensor ``name``, or with ``change`` in its place."""
+
+    def make(name: str, change: Any) -> Path:
+        folder = tmp_path / "broken"
+        folder.mkdir()
+        tensors = load_file(predictors() / "model.safetensors")
+        tensors.pop(name)
+        save_file(tensors | ({} if change is None else {name: change}), folder / "model.safetensors")
+        (folder / "config.json").write_text((predictors() / "config.json").read_text())
+        return folder
+
+    yield make
+
+
+def test_folders_without_a_usable_layer_are_refused(make_folder: Folders, broken: Callable[[str, Any], Path]) -> None:
+    with pytest.raises(UserError, match=r"'mtp' and model '.*' has num_nextn_predict_layers None: no layer of multi-token prediction; choose method 'ngram'"):
+        start(make_folder("qwen3"), 1)
+    folder = broken("model.layers.2.eh_proj.weight", None)
+    with pytest.raises(UserError, match=r"tensor 'model\.layers\.2\.eh_proj\.weight' is missing from the weights"):
+        start(folder, 1, skip_tokenizer_init=True)
+    save_file(load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 32)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"'model\.layers\.2\.eh_proj\.weight' has shape \[32, 32\]; config\.json requires \[32, 64\]"):
+        start(folder, 1, skip_tokenizer_init=True)
+
+
+def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> None:
+    llm = LLM(predictors(), speculative_config={"method": "deepseek_mtp"})
+    assert llm.engine._inputs._speculative is not None and llm.engine._inputs._speculative.draft_tokens == 1
+    with pytest.raises(UserError, match=r"did you mean 'mtp'"):
+        LLM(predictors(), speculative_config={"method": "mpt"})
