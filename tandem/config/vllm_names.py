@@ -54,7 +54,7 @@ LORA = {
     "long_lora_max_len": "leave it out",
     "tensorizer_config_dict": "give the folder of the adapter as lora_path",
 }
-_SPECULATION = "use speculative_config={'method': 'ngram'}, {'method': 'suffix'}, {'method': 'mtp'} or {'method': 'draft', 'model': FOLDER}"
+_SPECULATION = "use speculative_config={'method': 'ngram'}, {'method': 'suffix'}, {'method': 'mtp'}, or 'draft' or 'eagle3' with 'model': FOLDER"
 _SPLIT = "use tensor_parallel_size; an engine is not divided in another way"
 _TEXT_ONLY = "the models take text alone; leave it out"
 _CONFIG = "edit the config.json of the model's folder"

@@ -33,6 +33,7 @@ from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
+from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
 from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.generation_config import default_sampling
@@ -142,6 +143,8 @@ class LLM:
         draft: Decoder | DraftHead | None = None
         if speculative is not None and speculative.method == "mtp":
             draft = load_predictor(folder, decoder)
+        elif speculative is not None and speculative.method == "eagle3":
+            draft = load_eagle3_draft(find_model(str(speculative.model)), folder, decoder)
         elif speculative is not None and speculative.model is not None:
             draft = load_decoder(
                 find_model(speculative.model), args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic

@@ -17,7 +17,7 @@ from tandem.layout.eagle3 import eagle3_parameters
 from tandem.layout.shapes import ModelShapes
 from tandem.model.drawn import generator_of
 from tandem.model.eagle3 import Eagle3Head
-from tandem.model.huggingface.eagle3_config import eagle3_config_json, read_eagle3_shapes
+from tandem.model.huggingface.eagle3_config import eagle3_config_json, read_eagle3_of
 from tandem.model.huggingface.model_folder import WEIGHTS, read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.runtime.process.temporary import temporary_folder
@@ -59,19 +59,7 @@ def load_eagle3(
     """Returns the head in ``folder`` for a model of the shapes ``target``. ``embedding``: as of ``Eagle3Head``. ``pack``: for inference. Raises
     ``UserError`` if it has none, a broken one, or that of another model."""
     tensors = dict(read_tensors(folder, stacked=False))
-    shapes = read_eagle3_shapes(folder, own_embedding=EMBEDDING in tensors)
-    for name, own, of_target in (
-        ("vocab_size", shapes.layer.vocab_size, target.vocab_size),
-        ("target_hidden_size", shapes.target_hidden_size, target.hidden_size),
-        *([] if shapes.own_embedding else [("hidden_size", shapes.layer.hidden_size, target.hidden_size)]),
-    ):
-        if own != of_target:
-            raise UserError(f"draft head '{folder}' has {name} {own} and the model {of_target}; name a head that was trained for this model")
-    if max(shapes.aux_layers) >= target.num_hidden_layers:
-        raise UserError(
-            f"draft head '{folder}' reads the input of layer {max(shapes.aux_layers)}, and the model has {target.num_hidden_layers} layers from 0 on; name a "
-            "head that was trained for this model"
-        )
+    shapes = read_eagle3_of(folder, target, own_embedding=EMBEDDING in tensors)
     head = Eagle3Head(shapes, kernels, dtype=dtype, device=device, embedding=embedding)
     try:
         head.target_ids = _target_ids(tensors.pop(DRAFT_TO_TARGET, None), shapes.draft_vocab_size, target.vocab_size).to(device)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from draft_heads import LAYERS, with_predictor
+from draft_heads import PublishedEagle3, PublishedPredictor, eagle3_head, with_predictor
 from engine_matrix import MEMORY
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tandem.engine.core.request import Sequence
 from tandem.engine.llm import LLM
@@ -39,8 +37,22 @@ def predictors(make_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -
     return make
 
 
-def start(folder: Path, tokens: int | None = None, **settings: Any) -> LLM:
-    speculative = {} if tokens is None else {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens, "disable_by_batch_size": 64}}
+@pytest.fixture(scope="module")
+def heads(make_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """``heads(family)`` returns the folder of an EAGLE-3 head for the model ``make_folder(family)``, with a part of its vocabulary."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "qwen3") -> Path:
+        if family not in made:
+            made[family] = eagle3_head(make_folder(family), tmp_path_factory.mktemp("heads") / family)
+        return made[family]
+
+    return make
+
+
+def start(folder: Path, tokens: int | None = None, head: Path | None = None, **settings: Any) -> LLM:
+    named = {"method": "mtp"} if head is None else {"method": "eagle3", "model": str(head)}
+    speculative = {} if tokens is None else {"speculative_config": {**named, "num_speculative_tokens": tokens, "disable_by_batch_size": 64}}
     return LLM(folder, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, **speculative, **settings})
 
 
@@ -65,34 +77,6 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int],
     return seen
 
 
-class Published:
-    """Multi-token prediction by the equations of DeepSeek-V3, section 2.2, over the layers of transformers."""
-
-    def __init__(self, folder: Path, model: Path, other: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-        self.of_layer = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval().model
-        tensors, at = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}."
-        self.enorm, self.hnorm, self.projection, self.norm = (tensors[f"{at}{name}.weight"] for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-
-    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
-
-    @torch.no_grad()
-    def draft(self, known: list[int], count: int) -> list[int]:
-        states = self.model.model(torch.tensor([known[:-1]])).last_hidden_state
-        tokens, drafts = known[1:], list[int]()
-        for _ in range(count):
-            embedded = F.embedding(torch.tensor([tokens]), self.model.model.embed_tokens.weight)
-            x = torch.cat((self.normed(embedded, self.enorm), self.normed(states, self.hnorm)), dim=-1) @ self.projection.T
-            length = x.shape[1]
-            positions, mask = torch.arange(length)[None], torch.full((length, length), float("-inf")).triu(1)[None, None]
-            x = self.of_layer.layers[-1](x, attention_mask=mask, position_embeddings=self.of_layer.rotary_emb(x, positions), position_ids=positions)
-            x = x[0] if isinstance(x, tuple) else x
-            drafts.append(int(self.model.lm_head(self.normed(x[:, -1], self.norm)).argmax()))
-            tokens, states = [*tokens, drafts[-1]], torch.cat((states, x[:, -1:]), dim=1)
-        return drafts
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
 def test_a_layer_of_multi_token_prediction_proposes_what_the_equations_say(
     predictors: Folders, make_folder: Folders, monkeypatch: pytest.MonkeyPatch, family: str
@@ -101,7 +85,18 @@ def test_a_layer_of_multi_token_prediction_proposes_what_the_equations_say(
     llm = start(folder, 3, max_num_batched_tokens=16)
     seen = recorded(llm, monkeypatch)
     outputs(llm, GREEDY)
-    published = Published(folder, make_folder(family, 0), make_folder(family, 4))
+    published = PublishedPredictor(folder, make_folder(family, 0), make_folder(family, 4))
+    assert len(seen) > 15
+    for known, draft in seen:
+        assert draft and draft == published.draft(known, len(draft)), known
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+def test_an_eagle3_head_proposes_what_the_equations_say(make_folder: Folders, heads: Folders, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    llm = start(make_folder(family), 3, heads(family), max_num_batched_tokens=16)
+    seen = recorded(llm, monkeypatch)
+    outputs(llm, GREEDY)
+    published = PublishedEagle3(heads(family), make_folder(family))
     assert len(seen) > 15
     for known, draft in seen:
         assert draft and draft == published.draft(known, len(draft)), known
@@ -115,10 +110,11 @@ def test_a_layer_that_predicts_as_the_model_does_is_always_right(predictors: Fol
     assert figures.speculation.accepted == figures.speculation.proposed > 0
 
 
-def test_draft_tokens_of_a_head_change_no_bit(predictors: Folders) -> None:
-    folder = predictors()
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_draft_tokens_of_a_head_change_no_bit(make_folder: Folders, predictors: Folders, heads: Folders, method: str) -> None:
+    folder, head = (predictors(), None) if method == "mtp" else (make_folder("qwen3"), heads("qwen3"))
     expected = outputs(start(folder))
-    llm = start(folder, 2, max_num_batched_tokens=23, kv_cache_tokens=128)
+    llm = start(folder, 2, head, max_num_batched_tokens=23, kv_cache_tokens=128)
     # The second time the prompts are in the prefix cache.
     assert outputs(llm) == expected and outputs(llm) == expected
     figures = llm.engine.cumulative_stats().speculation
@@ -126,20 +122,24 @@ def test_draft_tokens_of_a_head_change_no_bit(predictors: Folders) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "exact", "qwen3", "gemma2", "gpt_oss", "deepseek_v3, eagle3"])
 @pytest.mark.parametrize("memory", list(MEMORY))
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_every_schedule_draws_the_same_bits_with_a_head(predictors: Folders, family: str, memory: str, is_exact: bool) -> None:
-    folder = predictors(family, is_exact)
+def test_every_schedule_draws_the_same_bits_with_a_head(make_folder: Folders, predictors: Folders, heads: Folders, case: str, memory: str) -> None:
+    family, _, eagle3 = case.partition(", ")
+    if family in ("qwen3", "gemma2", "gpt_oss") or eagle3:
+        folder, head = make_folder(family), heads(family)
+    else:
+        folder, head = predictors("deepseek_v3" if case == "exact" else family, case == "exact"), None
     expected = outputs(start(folder))
     for chunk, ranks in ((16, 1), (23, 1), (64, 1), (23, 2)):
-        with contextlib.closing(start(folder, 3, max_num_batched_tokens=chunk, tensor_parallel_size=ranks, **MEMORY[memory])) as llm:
+        with contextlib.closing(start(folder, 3, head, max_num_batched_tokens=chunk, tensor_parallel_size=ranks, **MEMORY[memory])) as llm:
             assert outputs(llm) == expected and outputs(llm) == expected, (chunk, ranks)
             figures = llm.engine.cumulative_stats().speculation
-            assert figures.proposed > 0 and (figures.accepted > 0 or not is_exact)
-            llm.engine.sleep()
-            llm.engine.wake_up()
-            assert outputs(llm) == expected
+            assert figures.proposed > 0 and (figures.accepted > 0 or case != "exact")
+            if ranks == 1:
+                llm.engine.sleep()
+                llm.engine.wake_up()
+                assert outputs(llm) == expected
 
 
 @pytest.fixture
@@ -167,6 +167,15 @@ def test_folders_without_a_usable_layer_are_refused(make_folder: Folders, broken
     save_file(load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 32)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"'model\.layers\.2\.eh_proj\.weight' has shape \[32, 32\]; config\.json requires \[32, 64\]"):
         start(folder, 1, skip_tokenizer_init=True)
+
+
+def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders, predictors: Folders) -> None:
+    with pytest.raises(UserError, match=r"method is 'eagle3' and no model is given; name the folder of an EAGLE-3 head"):
+        LLM(make_folder("qwen3"), speculative_config={"method": "eagle3"})
+    with pytest.raises(UserError, match=r"has architectures \['Qwen3ForCausalLM'\]; name the folder of an EAGLE-3 head"):
+        start(make_folder("qwen3"), 1, make_folder("qwen3"))
+    with pytest.raises(UserError, match=r"'mtp' uses none"):
+        LLM(predictors(), speculative_config={"method": "mtp", "model": str(heads("qwen3"))})
 
 
 def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> None:

@@ -29,6 +29,7 @@ from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.engine.spec_decode.state_proposer import StateProposer
 from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, SampledRows
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
@@ -93,16 +94,19 @@ class ModelRunner:
             return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
-        needs_all = scores or (bool(output.prefills) and self._reader is not None)
-        hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all)
+        layers = () if self._reader is None else self._reader.head.state_layers
+        aux = AuxHiddenStates(layers) if layers else None
+        needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
+        hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
         states = None
         if self._reader is not None:
+            computed = hidden if aux is None else torch.cat(aux.states, dim=1)
             if output.prefills:
-                self._reader.read_states(output.prefills, hidden[fed:])
-            states = hidden[:fed] if self._reader.keeps(len(output.decode_rows)) else None
+                self._reader.read_states(output.prefills, computed[fed:])
+            states = computed[:fed] if self._reader.keeps(len(output.decode_rows)) else None
         elif output.prefills and self.proposer is not None:
             self.proposer.read(output.prefills)
         if logits is None:
@@ -213,9 +217,9 @@ class ModelRunner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool) -> Computed:
-        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already."""
-        own = partial(forward, self.decoder, self.caches, model_input, draws, scores)
+    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool, aux: AuxHiddenStates | None = None) -> Computed:
+        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already, and alone fills ``aux``."""
+        own = partial(forward, self.decoder, self.caches, model_input, draws, scores, aux)
         if self.ranks is None:
             return own()
         meta, blobs = encode_step(moves, model_input, draws, scores)

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tandem.layout.eagle3 import Eagle3Shapes
+from tandem.layout.eagle3 import Eagle3Shapes, default_aux_layers
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json, read_json, shapes_of
 from tandem.types import UserError
@@ -18,8 +19,27 @@ def is_eagle3(folder: Path) -> bool:
     return (folder / "config.json").is_file() and EAGLE3_CLASS in (read_json(folder / "config.json").get("architectures") or [])
 
 
-def read_eagle3_shapes(folder: str | Path, *, own_embedding: bool = False) -> Eagle3Shapes:
-    """Returns the shapes of the head in ``folder``. Raises ``UserError`` for a folder without one."""
+def read_eagle3_of(folder: str | Path, target: ModelShapes, *, own_embedding: bool) -> Eagle3Shapes:
+    """Returns the shapes of the head in ``folder``. Raises ``UserError`` for a folder without one, and for a head that cannot be one of ``target``."""
+    shapes = read_eagle3_shapes(folder, own_embedding=own_embedding, target_layers=target.num_hidden_layers)
+    for name, own, of_target in (
+        ("vocab_size", shapes.layer.vocab_size, target.vocab_size),
+        ("target_hidden_size", shapes.target_hidden_size, target.hidden_size),
+        *([] if shapes.own_embedding else [("hidden_size", shapes.layer.hidden_size, target.hidden_size)]),
+    ):
+        if own != of_target:
+            raise UserError(f"draft head '{folder}' has {name} {own} and the model {of_target}; name a head that was trained for this model")
+    if max(shapes.aux_layers) >= target.num_hidden_layers:
+        raise UserError(
+            f"draft head '{folder}' reads the input of layer {max(shapes.aux_layers)}, and the model has {target.num_hidden_layers} layers from 0 on; name a "
+            "head that was trained for this model"
+        )
+    return shapes
+
+
+def read_eagle3_shapes(folder: str | Path, *, own_embedding: bool = False, target_layers: int = 0) -> Eagle3Shapes:
+    """Returns the shapes of the head in ``folder``. ``target_layers``: of its target, where the folder does not say which of them it reads, which are
+    vLLM's then. Raises ``UserError`` for a folder without one."""
     path = Path(folder) / "config.json"
     config, where = read_json(path), str(path)
     if EAGLE3_CLASS not in (config.get("architectures") or []):
@@ -33,7 +53,7 @@ def read_eagle3_shapes(folder: str | Path, *, own_embedding: bool = False) -> Ea
             layer,
             read.integer("target_hidden_size", layer.hidden_size),
             read.integer("draft_vocab_size", layer.vocab_size),
-            _aux_layers(config, where),
+            _aux_layers(config, where, target_layers),
             own_embedding,
             read.boolean("norm_before_residual", False),
         )
@@ -41,12 +61,14 @@ def read_eagle3_shapes(folder: str | Path, *, own_embedding: bool = False) -> Ea
         raise UserError(f"'{where}': {error}") from None
 
 
-def _aux_layers(config: dict[str, Any], where: str) -> tuple[int, ...]:
+def _aux_layers(config: dict[str, Any], where: str, target_layers: int) -> tuple[int, ...]:
     """Returns the target's layers as vLLM counts them. ``eagle_config`` has those of SpecForge and SGLang, whose j is the output of layer j."""
     given, eagle = config.get(LAYER_IDS), config.get("eagle_config")
     from_outputs = 0
     if given is None and isinstance(eagle, dict):
         given, from_outputs = eagle.get(LAYER_IDS), 1
+    if given is None and target_layers:
+        return default_aux_layers(target_layers)
     if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
         raise UserError(f"'{where}' has no list {LAYER_IDS}, by which a head says which layers of its target it reads; add it (the output of layer j is j + 1)")
     return tuple(layer + from_outputs for layer in given)
