@@ -33,6 +33,7 @@ from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
+from tandem.engine.spec_decode.draft_size import draft_size
 from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
 from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.model.decoder import Decoder
@@ -111,7 +112,8 @@ class LLM:
             raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
-        settings = resolve(args, shapes, dtype)
+        draft_memory = draft_size(args.speculative_config, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
+        settings = resolve(args, shapes, dtype, draft_memory)
         tell_of_long_frequencies(shapes, settings.max_model_len)
         self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)
         self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")

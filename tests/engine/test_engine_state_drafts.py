@@ -12,6 +12,7 @@ from engine_matrix import MEMORY
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.core.request import Sequence
+from tandem.engine.kv_cache.cache_tensors import block_bytes
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -167,6 +168,15 @@ def test_folders_without_a_usable_layer_are_refused(make_folder: Folders, broken
     save_file(load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 32)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"'model\.layers\.2\.eh_proj\.weight' has shape \[32, 32\]; config\.json requires \[32, 64\]"):
         start(folder, 1, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft", "mtp", "eagle3"])
+def test_the_swap_space_counts_the_cache_of_a_draft(make_folder: Folders, predictors: Folders, heads: Folders, method: str) -> None:
+    folder = predictors() if method == "mtp" else make_folder("qwen3")
+    model = {"draft": make_folder("qwen3", 2), "eagle3": heads("qwen3")} if method in ("draft", "eagle3") else {}
+    llm = LLM(folder, swap_space=2**-12, speculative_config={"method": method, **({"model": str(model[method])} if model else {})})
+    size, blocks = block_bytes(llm.engine._runner._all_caches), llm.engine.settings.swap_blocks
+    assert blocks * size <= 2**18 < (blocks + 1) * size
 
 
 def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders, predictors: Folders) -> None:
