@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py [--tokens 128] [--rounds 4] [--threads 1]
 
-No trained pair of models is at hand, so one is made: the draft model is the first two layers of the model, whose other ten change what
+No trained pair of models is at hand, so one is made: the draft model is the first layer of the model, whose other eleven change what
 passes through them by little (``--strength``: the scale of their outputs), as the later layers of a trained model do. The last norm is
 scaled so that a drawn token has a log-probability of about -2, as in text; without that all tokens are nearly as likely. Prompt lookup is
 measured on a prompt that repeats itself, greedily, which is its good case, and on a random one at temperature 1, its worst. Eight
@@ -41,7 +41,7 @@ SHAPES = ModelShapes(
     architecture="qwen3", vocab_size=8192, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
     intermediate_size=1536, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
 )
-DRAFT_LAYERS = 2
+DRAFT_LAYERS = 1
 KINDS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "draft": {"method": "draft", "model": "the first layers", "num_speculative_tokens": 4, "disable_by_batch_size": 64},
@@ -168,7 +168,7 @@ def main() -> None:
                 what = f"speculation by {kind}, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
                 promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 1.0})
     about = (
-        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_hidden_layers} layers; the "
+        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is the first {DRAFT_LAYERS} of its {SHAPES.num_hidden_layers} layers, and so is the layer of multi-token prediction; the "
         f"outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
         f"thread; best / median of {options.rounds} interleaved rounds, CPU time of the steps after the prefill. All kinds drew the same tokens."
     )

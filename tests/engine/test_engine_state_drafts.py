@@ -16,6 +16,8 @@ from tandem.engine.kv_cache.cache_tensors import block_bytes
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
 from tandem.types import UserError
 
 PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "q"]
@@ -193,3 +195,31 @@ def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> No
     assert llm.engine._inputs._speculative is not None and llm.engine._inputs._speculative.draft_tokens == 1
     with pytest.raises(UserError, match=r"did you mean 'mtp'"):
         LLM(predictors(), speculative_config={"method": "mpt"})
+
+
+def test_the_time_of_proposing_counts_for_each_draft_token() -> None:
+    costs = StepCosts(4)
+    # A token costs 1 ms of a step of 10 ms with one, and proposing it 2 ms.
+    costs.observe(1, 0.010)
+    assert costs.worth(1) == 0.0
+    costs.proposed(1, 4, 0.008)
+    costs.observe(5, 0.014 + 0.008)
+    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+    costs.proposed(1, 4, 0.008)
+    costs.observe(900, 1.0, is_pure=False)
+    costs.observe(1, 0.010)
+    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+
+
+def test_states_that_do_not_follow_the_others_replace_them() -> None:
+    unread, states = UnreadStates(), torch.arange(400.0).view(-1, 2)
+    unread.add(7, states[:1])
+    unread.add(8, states[1:4])
+    assert (unread.first, unread.end) == (7, 11) and torch.equal(unread.take(), states[:4])
+    assert (unread.first, unread.parts) == (11, [])
+    unread.add(11, states[4:5])
+    unread.add(20, states[5:6])
+    assert (unread.first, unread.end) == (20, 21) and torch.equal(unread.take(), states[5:6])
+    for position in range(21, 121):
+        unread.add(position, states[position : position + 1])
+    assert (unread.first, unread.end) == (121 - MOST_UNREAD, 121) and torch.equal(unread.take(), states[121 - MOST_UNREAD : 121])
