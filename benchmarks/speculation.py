@@ -168,7 +168,8 @@ def main() -> None:
                 what = f"speculation by {kind}, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
                 promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 1.0})
     about = (
-        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is the first {DRAFT_LAYERS} of its {SHAPES.num_hidden_layers} layers, and so is the layer of multi-token prediction; the "
+        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model, and the layer of multi-token prediction, is the first "
+        f"{DRAFT_LAYERS} of its {SHAPES.num_hidden_layers} layers; the "
         f"outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
         f"thread; best / median of {options.rounds} interleaved rounds, CPU time of the steps after the prefill. All kinds drew the same tokens."
     )
