@@ -2,11 +2,13 @@
 
     python benchmarks/speculation.py [--tokens 128] [--rounds 4] [--threads 1]
 
-No trained pair of models is at hand, so one is made: the draft model is the first two layers of the model, whose other ten change what
+No trained pair of models is at hand, so one is made: the draft model is the first layer of the model, whose other eleven change what
 passes through them by little (``--strength``: the scale of their outputs), as the later layers of a trained model do. The last norm is
 scaled so that a drawn token has a log-probability of about -2, as in text; without that all tokens are nearly as likely. Prompt lookup is
 measured on a prompt that repeats itself, greedily, which is its good case, and on a random one at temperature 1, its worst. Eight
 sequences are beyond the number up to which an engine on a CPU guesses by default, and show why. All kinds take turns; the clock is CPU time.
+For the same reason the layer of multi-token prediction is made of the model's first layer, over the embedding of the token alone, and the EAGLE-3 head is of
+random weights: its drafts are wrong, which is what the switch by measured acceptance and cost is for.
 """
 
 import argparse
@@ -23,21 +25,29 @@ from tandem.config.engine import SpeculativeConfig
 from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
+from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.kernels import select
+from tandem.layout.eagle3 import eagle3_shapes
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import initialise_eagle3
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.model.multi_token import MultiTokenPredictor, layer_shapes
 
 SHAPES = ModelShapes(
     architecture="qwen3", vocab_size=8192, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
     intermediate_size=1536, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
 )
-DRAFT_LAYERS = 2
+DRAFT_LAYERS = 1
 KINDS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "draft": {"method": "draft", "model": "the first layers", "num_speculative_tokens": 4, "disable_by_batch_size": 64},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "disable_by_batch_size": 64},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 4},
+    "eagle3, untrained": {"method": "eagle3", "model": "random weights", "num_speculative_tokens": 4},
 }
 Work = tuple[str, int, float, bool]
 """Its name, sequences, temperature, and whether the prompts repeat themselves."""
@@ -70,14 +80,38 @@ def pair(strength: float) -> tuple[Decoder, Decoder]:
     return model, draft
 
 
+def predictor(model: Decoder) -> MultiTokenPredictor:
+    """A layer of multi-token prediction, made of the first layer of a packed ``model``."""
+    whole, _ = pair(1.0)
+    weights = dict(to_huggingface(whole))
+    layer = Decoder(layer_shapes(SHAPES, shares_vocabulary=True), select("auto"))
+    tensors = {name: weights[name] for name, _ in to_huggingface(layer) if name.startswith("model.layers.0.")}
+    tensors |= {"model.embed_tokens.weight": torch.zeros(1, SHAPES.hidden_size), "model.norm.weight": weights["model.norm.weight"]}
+    load_tensors(layer, tensors.items(), pack=True)
+    ones, size = torch.ones(SHAPES.hidden_size), float(weights["model.embed_tokens.weight"].pow(2).mean().sqrt())
+    projection = torch.cat((size * torch.eye(SHAPES.hidden_size), torch.zeros(SHAPES.hidden_size, SHAPES.hidden_size)), dim=1)
+    return MultiTokenPredictor(layer, model, ones, ones, projection)
+
+
+def eagle3(model: Decoder) -> Eagle3Draft:
+    """An EAGLE-3 head of random weights for ``model``."""
+    head = Eagle3Head(eagle3_shapes(SHAPES, SHAPES.vocab_size), select("auto"), embedding=model.embedded)
+    initialise_eagle3(head, 0)
+    head.pack()
+    return Eagle3Draft(head, SHAPES.vocab_size)
+
+
 def engine_of(kind: str, strength: float) -> Engine:
-    model, draft = pair(strength)
+    model, small = pair(strength)
     given = KINDS[kind]
+    draft: Decoder | DraftHead | None = None
+    if given is not None and given["method"] != "ngram":
+        draft = {"draft": lambda: small, "mtp": lambda: predictor(model), "eagle3": lambda: eagle3(model)}[given["method"]]()
     settings = EngineSettings(
         SHAPES.max_position_embeddings, 1024, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False
     )
     speculative = None if given is None else SpeculativeConfig(**given)
-    return Engine(model, settings, speculative=speculative, draft=draft if kind == "draft" else None)
+    return Engine(model, settings, speculative=speculative, draft=draft)
 
 
 def run(engine: Engine, work: Work, tokens: int) -> tuple[float, float, float, list[list[int]]]:
@@ -127,11 +161,15 @@ def main() -> None:
             cells += ["", ""] if kind == "off" else [f"{acceptance:.0%}", f"{tokens_a_step:.2f}"]
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], file=sys.stderr, flush=True)
+            if kind in ("mtp", "eagle3, untrained"):
+                what = f"speculation by {kind}, switched by what it gains, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
+                promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 0.98})
             if work[1] <= 4 and (kind, work[0]) in (("draft", "sampled"), ("ngram", "repeating, greedy")):
                 what = f"speculation by {kind}, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
                 promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 1.0})
     about = (
-        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_hidden_layers} layers; the "
+        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model, and the layer of multi-token prediction, is the first "
+        f"{DRAFT_LAYERS} of its {SHAPES.num_hidden_layers} layers; the "
         f"outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
         f"thread; best / median of {options.rounds} interleaved rounds, CPU time of the steps after the prefill. All kinds drew the same tokens."
     )

@@ -18,6 +18,8 @@ from tandem.types.kv_cache import KVCacheDtype
 
 AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
 QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "nf4", "bf16", "fp16") for head in ("", "+head"))
+HEAD_METHODS = ("mtp", "eagle3")
+"""Methods of speculation whose draft is a head that reads the model's hidden states."""
 MOST_SPEC_FACTOR = 1000.0
 MOST_SLOWDOWN = 1000.0
 ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -29,14 +31,17 @@ class SpeculativeConfig:
     """Speculative decoding: how draft tokens are proposed, which the model then verifies in one forward pass. Tokens and log-probabilities
     keep their bits."""
 
-    method: Literal["ngram", "suffix", "draft"]
+    method: Literal["ngram", "suffix", "draft", "mtp", "eagle3"]
     """`draft` proposes tokens with a small model; `ngram` proposes what followed the last few tokens at an earlier occurrence (Saxena,
     2023); `suffix` proposes what followed the longest match in the sequence and in all completions of its prompt, finished and running (SuffixDecoding,
-    Oliaro et al., 2024): in a rollout, the group's other answers."""
+    Oliaro et al., 2024): in a rollout, the group's other answers; `mtp` proposes tokens with the layer of multi-token prediction that the model's folder has
+    behind its layers (`num_nextn_predict_layers`; DeepSeek-AI, 2024), which reads the model's hidden states; `eagle3` with an EAGLE-3 head
+    (Li et al., 2025), which reads those of three layers."""
     model: str | None = None
-    """For `draft`: the folder, or the name on the Hub, of the small model, which has the same vocabulary."""
+    """For `draft`: the folder, or the name on the Hub, of the small model, which has the same vocabulary; for `eagle3`: of the head, in the format of vLLM and
+    SpecForge (`LlamaForCausalLMEagle3`)."""
     num_speculative_tokens: int | None = None
-    """Maximum number of draft tokens per step. Empty: 4, for `suffix` 24."""
+    """Maximum number of draft tokens per step. Empty: 4, for `suffix` 24, for `mtp` 1; for more, its layer is applied again to what it has computed."""
     prompt_lookup_max: int = 4
     """For `ngram`: the longest run of tokens to look up."""
     prompt_lookup_min: int = 2
@@ -50,8 +55,8 @@ class SpeculativeConfig:
     adaptive: bool = True
     """Adapt the number of draft tokens of a sequence to its recent acceptance rate."""
     disable_by_batch_size: int | None = None
-    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU; for adaptive `suffix`, draft tokens are fed
-    where the measured time of steps says that they pay, at most with 16 and 256."""
+    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU; for adaptive `suffix`, `mtp` and `eagle3`,
+    draft tokens are fed where the measured time of steps says that they pay, at most with 16 and 256."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "suffix_decoding_max_tree_depth": "matches have no maximum length, and num_speculative_tokens limits the draft",
@@ -77,7 +82,9 @@ class SpeculativeConfig:
             )
         if self.method == "draft" and self.model is None:
             raise UserError("speculative_config method is 'draft' and no model is given; name the folder of a small model of the same vocabulary")
-        if self.method != "draft" and self.model is not None:
+        if self.method == "eagle3" and self.model is None:
+            raise UserError("speculative_config method is 'eagle3' and no model is given; name the folder of an EAGLE-3 head that was trained for this model")
+        if self.method not in ("draft", "eagle3") and self.model is not None:
             raise UserError(f"speculative_config model is '{self.model}' and method '{self.method}' uses none; leave it out or choose method 'draft'")
         reason = f"method is '{self.method}'"
         if self.method != "ngram":
@@ -89,12 +96,12 @@ class SpeculativeConfig:
     @property
     def draft_tokens(self) -> int:
         """The maximum number of draft tokens of a sequence in a step."""
-        return self.num_speculative_tokens or (24 if self.method == "suffix" else 4)
+        return self.num_speculative_tokens or {"suffix": 24, "mtp": 1}.get(self.method, 4)
 
     @property
     def measures_costs(self) -> bool:
         """Whether the measured time of steps decides how many draft tokens are fed."""
-        return self.method == "suffix" and self.adaptive and self.disable_by_batch_size is None
+        return self.method in ("suffix", *HEAD_METHODS) and self.adaptive and self.disable_by_batch_size is None
 
     def batch_limit(self, device: str, max_num_seqs: int) -> int:
         """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``; more where the measured
@@ -110,8 +117,8 @@ class SpeculativeConfig:
     @property
     def worth(self) -> float:
         """The acceptance rate of a first draft token below which speculation costs more than it saves. A draft model's token costs a
-        forward pass, a looked-up one only its place in the target's batch."""
-        return 0.4 if self.method == "draft" else 0.15
+        forward pass, that of a head one layer, a looked-up one only its place in the target's batch."""
+        return 0.4 if self.method == "draft" else 0.25 if self.method in HEAD_METHODS else 0.15
 
 
 @explained(ENGINE)

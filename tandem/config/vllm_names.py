@@ -54,7 +54,7 @@ LORA = {
     "long_lora_max_len": "leave it out",
     "tensorizer_config_dict": "give the folder of the adapter as lora_path",
 }
-_SPECULATION = "use speculative_config={'method': 'ngram'}, {'method': 'suffix'} or {'method': 'draft', 'model': FOLDER}"
+_SPECULATION = "use speculative_config={'method': 'ngram'}, {'method': 'suffix'}, {'method': 'mtp'}, or 'draft' or 'eagle3' with 'model': FOLDER"
 _SPLIT = "use tensor_parallel_size; an engine is not divided in another way"
 _TEXT_ONLY = "the models take text alone; leave it out"
 _CONFIG = "edit the config.json of the model's folder"
@@ -140,7 +140,11 @@ QUANTIZED_FOLDERS = ("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", 
 DTYPES = {"half": "float16", "float": "float32"}
 
 
+_METHODS = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+"""vLLM's names of methods of speculation that have another here."""
+
+
 def with_method(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a ``speculative_config`` with its method, which vLLM infers from a model and calls ``draft_model``. One that has neither is returned as it is."""
     method = speculative_config.get("method", "draft" if "model" in speculative_config else None)
-    return {**speculative_config, **({} if method is None else {"method": "draft" if method == "draft_model" else method})}
+    return {**speculative_config, **({} if method is None else {"method": _METHODS.get(method, method) if isinstance(method, str) else method})}

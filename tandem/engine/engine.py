@@ -29,6 +29,7 @@ from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.pooling_config import ModelPooling
@@ -50,7 +51,7 @@ class Engine:
         ranks: The other ranks of a tensor-parallel engine.
         digest_weights: Whether each set of weights is digested before it is packed (not with ``ranks``).
         speculative: How draft tokens are proposed; ``None``: not at all.
-        draft: The draft model of speculative method ``draft``.
+        draft: The draft model of speculative method ``draft``, or the head of one that reads hidden states.
         model_pooling: How the model embeds or scores texts; ``None``: it generates text.
 
     Raises:
@@ -60,7 +61,7 @@ class Engine:
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
         version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
-        speculative: SpeculativeConfig | None = None, draft: Decoder | None = None, model_pooling: ModelPooling | None = None,
+        speculative: SpeculativeConfig | None = None, draft: Decoder | DraftHead | None = None, model_pooling: ModelPooling | None = None,
     ) -> None:
         settings.check(decoder.shapes.max_position_embeddings)
         decoder.use_context(settings.max_model_len)

@@ -33,11 +33,16 @@ from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
+from tandem.engine.spec_decode.draft_size import draft_size
+from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
+from tandem.engine.spec_decode.state_proposer import DraftHead
+from tandem.model.decoder import Decoder
 from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.model.model_source import find_model, hold_model
+from tandem.model.multi_token import load_predictor
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
@@ -107,7 +112,8 @@ class LLM:
             raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
-        settings = resolve(args, shapes, dtype)
+        draft_memory = draft_size(args.speculative_config, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
+        settings = resolve(args, shapes, dtype, draft_memory)
         tell_of_long_frequencies(shapes, settings.max_model_len)
         self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)
         self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")
@@ -135,8 +141,13 @@ class LLM:
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION
-        speculative, draft = args.speculative_config, None
-        if speculative is not None and speculative.model is not None:
+        speculative = args.speculative_config
+        draft: Decoder | DraftHead | None = None
+        if speculative is not None and speculative.method == "mtp":
+            draft = load_predictor(folder, decoder)
+        elif speculative is not None and speculative.method == "eagle3":
+            draft = load_eagle3_draft(find_model(str(speculative.model)), folder, decoder)
+        elif speculative is not None and speculative.model is not None:
             draft = load_decoder(
                 find_model(speculative.model), args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
             )

@@ -6,6 +6,7 @@ import torch
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
+from tandem.engine.spec_decode.draft_size import DraftSize
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.estimate.pod_gpu import cache_tokens_within
@@ -16,6 +17,7 @@ from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
 DEFAULT_CACHE_BYTES = 1 << 30
+NO_DRAFT = DraftSize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,17 @@ def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name
         raise UserError(f"{name} is 'int4', which a model with latent attention cannot have: its rows are compressed already; choose int8 or fp8_e4m3")
 
 
-def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> EngineSettings:
-    """Returns the settings of an engine for a model of ``shapes`` in ``dtype``. Raises ``UserError`` for what the model does not allow."""
+def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: DraftSize = NO_DRAFT) -> EngineSettings:
+    """Returns the settings of an engine for a model of ``shapes`` in ``dtype``, and a ``draft`` beside it. Raises ``UserError`` for what the model does not
+    allow."""
     length = shapes.default_context if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     check_kv_cache_dtype(shapes, args.kv_cache_dtype)
-    block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
+    block_bytes = (kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) + draft.token) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
     settings = EngineSettings(
         max_model_len=length,
-        num_blocks=_blocks_on_gpu(args, shapes, dtype, length) if fills_gpu else _cache_blocks(args, length, block_bytes),
+        num_blocks=_blocks_on_gpu(args, shapes, dtype, length, draft) if fills_gpu else _cache_blocks(args, length, block_bytes),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_slowdown=args.max_prefill_slowdown,
@@ -109,11 +112,11 @@ def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int
     return max(one, min(one * args.max_num_seqs, DEFAULT_CACHE_BYTES // block_bytes))
 
 
-def _blocks_on_gpu(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, max_model_len: int) -> int:
+def _blocks_on_gpu(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, max_model_len: int, draft: DraftSize) -> int:
     """Returns the number of KV-cache blocks within the share ``gpu_memory_utilization`` of the GPU. Raises ``UserError`` if one sequence does not
     fit."""
     total = torch.cuda.get_device_properties(torch.device(args.device)).total_memory
-    tokens = cache_tokens_within(shapes, args, str(dtype).removeprefix("torch."), total)
+    tokens = cache_tokens_within(shapes, args, str(dtype).removeprefix("torch."), total, draft.weights, draft.token)
     if tokens < max_model_len:
         raise UserError(
             f"engine gpu_memory_utilization is {args.gpu_memory_utilization}, which leaves {max(0, tokens):,} tokens of KV cache on a GPU of "

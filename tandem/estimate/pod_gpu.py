@@ -126,11 +126,13 @@ def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> i
     return packed * (matrices + head) + plain * (rest + layer)
 
 
-def cache_tokens_within(shapes: ModelShapes, engine: EngineArgs, dtype: str, gpu_bytes: int) -> int:
+def cache_tokens_within(shapes: ModelShapes, engine: EngineArgs, dtype: str, gpu_bytes: int, draft_bytes: int = 0, draft_token_bytes: int = 0) -> int:
     """Returns how many tokens of KV cache fit, beside weights of ``dtype`` and activations, in the share ``gpu_memory_utilization`` of each GPU of an
-    engine. ``gpu_bytes``: the memory of a GPU. 0 or less: none."""
-    weights, token = engine_weight_bytes(shapes, dtype, dtype), _cached_bytes_per_token(shapes, dtype, engine)
-    return cache_tokens_beside(weights, token, shapes, engine, gpu_bytes)
+    engine. ``gpu_bytes``: the memory of a GPU. ``draft_bytes``, ``draft_token_bytes``: of a draft's weights and of a token in its cache, on the first GPU. 0
+    or less: none."""
+    weights, token, ranks = engine_weight_bytes(shapes, dtype, dtype), _cached_bytes_per_token(shapes, dtype, engine), engine.tensor_parallel_size
+    # The first GPU, which has all of the draft, decides.
+    return cache_tokens_beside(weights + ranks * draft_bytes, token + ranks * draft_token_bytes, shapes, engine, gpu_bytes)
 
 
 def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, engine: EngineArgs, gpu_bytes: int) -> int:

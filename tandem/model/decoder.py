@@ -16,6 +16,7 @@ from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.embedding_scale import embedding_factor
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.latent_projections import pack_absorbed
@@ -131,7 +132,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
-        lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
+        lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None, aux: AuxHiddenStates | None = None,
     ) -> Tensor:
         """Computes ``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or ``hidden[W, H]`` of the rows that
         a ``PagedContext`` requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
@@ -139,7 +140,8 @@ class Decoder(nn.Module):
 
         Positions are absolute and must be below ``positions``, which is not checked under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``: a list that receives the [T, E] of
-        every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an adapter; there is no gradient then.
+        every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an adapter; there is no gradient then. ``aux``: receives the
+        inputs of the layers that it names.
 
         ``span``: the pipeline stage to run (``None``: the whole model). A stage after the first takes ``received``, the residual stream
         returned by the previous stage, and uses only the length of ``tokens``; a stage before the last returns the residual stream, [T, H]
@@ -153,15 +155,16 @@ class Decoder(nn.Module):
         if self._packed is None and is_packed_batch and lora is None:
             stage = span or self.spans[0]
             steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
-            return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received)
+            return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received, aux=aux)
         with torch.no_grad():
             if self._packed is None:
-                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora)
-            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora)
+                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora, span, received, aux)
+            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received, aux)
 
     def _run(
         self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
+        aux: AuxHiddenStates | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
         if self.is_frozen:
@@ -193,6 +196,8 @@ class Decoder(nn.Module):
             # Adding -0 changes nothing, and the sum and its gradient are computed as in one process.
             x, residual = received, torch.full_like(received, -0.0)
         for weights in layers:
+            if aux is not None:
+                aux.receive(weights.attention.index, x, residual)
             if around is None:
                 x, residual = run_layer(batch, weights, x, residual, wanted if weights is layers[-1] else None)
             else:
@@ -215,11 +220,14 @@ class Decoder(nn.Module):
     def _rows(self, tokens: Tensor) -> Tensor:
         """Returns the rows of this rank's part of the embedding, as the first layer reads them."""
         factor = embedding_factor(self.shapes, self.dtype)
-        if self._packed_embedding is not None:
-            rows = self.kernels.packed_rows(tokens, self._packed_embedding)
-        else:
-            rows = F.embedding(tokens, self.embed_tokens)
+        rows = self.embedded(tokens)
         return rows if factor == 1.0 else rows * factor
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of the embedding, or of this rank's part of it, for ``tokens[T]``, without the factor that the first layer reads them with."""
+        if self._packed_embedding is not None:
+            return self.kernels.packed_rows(tokens, self._packed_embedding)
+        return F.embedding(tokens, self.embed_tokens)
 
     def _to_head(self, hidden: Tensor) -> Tensor:
         """Returns what the language-model head reads of ``hidden[R, H]``: divided as the logits are."""

@@ -18,6 +18,7 @@ from tandem.engine.lora.adapters import Adapters
 from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
+from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.kernels.api import CacheLayer
 from tandem.layout.shapes import ModelShapes
@@ -36,7 +37,7 @@ class EngineComponents(NamedTuple):
 
 def make_components(
     decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
-    draft: Decoder | None, pooler: Pooler | None = None,
+    draft: Decoder | DraftHead | None, pooler: Pooler | None = None,
 ) -> EngineComponents:
     """Returns the components of an engine.
 
@@ -46,7 +47,7 @@ def make_components(
         version: The version of the decoder's weights.
         ranks: The other tensor-parallel ranks, which allocate their caches here.
         speculative: How draft tokens are proposed; ``None``: not at all.
-        draft: The draft model of speculative method ``draft``.
+        draft: The draft model of speculative method ``draft``, or the head of one that reads hidden states.
         pooler: Of a model that embeds or scores texts.
 
     Raises:

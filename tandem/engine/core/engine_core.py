@@ -11,12 +11,12 @@ from tandem.engine.core.lifecycle import Transition
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
-from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.metrics.stats_logger import StatsLogger
 from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.processing.request_state import RequestState, is_hidden_stop
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
+from tandem.engine.spec_decode.state_proposer import StateProposer
 
 
 class EngineCore:
@@ -83,8 +83,8 @@ class EngineCore:
             self.num_tokens += num_proposed
         self._logger.record_step(self._scheduler, output, drafts, seconds)
         num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
-        if self._scheduler.step_costs is not None and num_decoded and num_tokens == num_decoded:
-            self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds)
+        if self._scheduler.step_costs is not None and num_decoded:
+            self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds, num_tokens == num_decoded)
         if self._scheduler.prefill_budget is not None:
             self._scheduler.prefill_budget.observe(num_decoded, num_tokens - num_decoded, seconds)
         if num_tokens > 2 * num_decoded:
@@ -145,7 +145,7 @@ class EngineCore:
         runner.caches = []
         if runner.graphs is not None:
             runner.graphs.clear()
-        if isinstance(runner.proposer, DraftModel):
+        if isinstance(runner.proposer, DraftModel | StateProposer):
             runner.proposer.caches = []
         if frees_weights:
             # What is allocated here is filled by the next update, and takes no memory before.
@@ -157,8 +157,8 @@ class EngineCore:
             return
         runner = self._runner
         runner.caches = allocate_kv_cache(runner.decoder, self._settings, self._launches_ahead)
-        if isinstance(runner.proposer, DraftModel):
-            runner.proposer.caches = make_cache(runner.proposer.decoder, self._settings.num_blocks)
+        if isinstance(runner.proposer, DraftModel | StateProposer):
+            runner.proposer.allocate(self._settings.num_blocks)
 
 
 def _ends_with(sequence: Sequence, token: int) -> bool:

@@ -122,6 +122,8 @@ class Sequence:
     """Its place in the index of its prompt (``tandem.engine.spec_decode.suffix_proposer``)."""
     draft_computed: int = 0
     """How many of its tokens are in the cache of the draft model."""
+    unread_states: Any = None
+    """The model's hidden states that a draft head has not read (``tandem.engine.spec_decode.unread_states``)."""
 
     @property
     def is_done(self) -> bool:

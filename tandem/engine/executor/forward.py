@@ -9,6 +9,7 @@ from tandem.engine.executor.model_input import ModelInput
 from tandem.engine.executor.row_tensors import to_device
 from tandem.kernels.api import CacheLayer
 from tandem.model.attention import PagedContext
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 
 
@@ -21,16 +22,18 @@ class Computed(NamedTuple):
 
 
 @torch.inference_mode()
-def forward(decoder: Decoder, caches: list[CacheLayer], batch: ModelInput, draws: bool, scores: bool) -> Computed:
+def forward(
+    decoder: Decoder, caches: list[CacheLayer], batch: ModelInput, draws: bool, scores: bool, aux: AuxHiddenStates | None = None
+) -> Computed:
     """Computes ``batch`` over the KV cache. ``draws``: whether logits are needed; ``scores``: whether the hidden states of all tokens are.
-    Never waits for the device."""
+    ``aux``: receives those within the model. Never waits for the device."""
     device = batch.tokens.device
     if not len(batch.tokens):
         return Computed(torch.empty(0, decoder.shapes.hidden_size, device=device), None)
     distinct, inverse = _distinct(batch.logit_rows, device)
     # A LoRA batch refers to rows by their index in the batch, so the last layer must then compute all of them.
     wanted = None if scores or batch.lora is not None else distinct
-    hidden = decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches, wanted), lora=batch.lora)
+    hidden = decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches, wanted), lora=batch.lora, aux=aux)
     if not draws:
         return Computed(hidden, None)
     drawing = hidden if wanted is not None or distinct is None else hidden.index_select(0, distinct)

@@ -22,7 +22,7 @@ class DraftOutput(NamedTuple):
 @dataclass(slots=True)
 class InFlightStep:
     """A launched step. ``sampled``: the tokens of the rows ``selected``, in host memory once the event ``done`` has completed. With ``drafts``,
-    tokens are drawn from ``logits`` at verification instead."""
+    tokens are drawn from ``logits`` at verification instead. ``states[T, W]``: what a draft head will read of the decoding rows, if it will."""
 
     output: SchedulerOutput
     selected: SelectedRows | None = None
@@ -30,6 +30,7 @@ class InFlightStep:
     done: torch.cuda.Event | None = None
     logits: Tensor | None = None
     drafts: list[list[int]] | None = None
+    states: Tensor | None = None
 
 
 def to_host(sampled: SampledRows) -> tuple[SampledRows, torch.cuda.Event | None]:

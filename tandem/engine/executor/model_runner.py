@@ -27,7 +27,9 @@ from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
+from tandem.engine.spec_decode.state_proposer import StateProposer
 from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, SampledRows
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
@@ -59,6 +61,7 @@ class ModelRunner:
         self.batch = batch
         self.host = host or []
         self.proposer = proposer
+        self._reader = proposer if isinstance(proposer, StateProposer) else None
         self.pooler = pooler
         self.sampler = Sampler(decoder.kernels)
         self.device = decoder.embed_tokens.device
@@ -91,24 +94,44 @@ class ModelRunner:
             return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
-        hidden, logits = self._forward(moves, model_input, bool(selected.rows), scores)
+        layers = () if self._reader is None else self._reader.head.state_layers
+        aux = AuxHiddenStates(layers) if layers else None
+        needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
+        hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
+        fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
-            self._score_prompts(output, hidden, len(output.decode_rows) + sum(map(len, drafts)))
-        if output.prefills and self.proposer is not None:
+            self._score_prompts(output, hidden, fed)
+        states = None
+        if self._reader is not None:
+            computed = hidden if aux is None else torch.cat(aux.states, dim=1)
+            if output.prefills:
+                self._reader.read_states(output.prefills, computed[fed:])
+            states = computed[:fed] if self._reader.keeps(len(output.decode_rows)) else None
+        elif output.prefills and self.proposer is not None:
             self.proposer.read(output.prefills)
         if logits is None:
             return InFlightStep(output)
         if drafts:
-            return InFlightStep(output, selected, logits=logits, drafts=drafts + [[]] * (len(selected.rows) - len(drafts)))
-        return InFlightStep(output, selected, *to_host(self._sample(logits, selected)))
+            return InFlightStep(output, selected, logits=logits, drafts=drafts + [[]] * (len(selected.rows) - len(drafts)), states=states)
+        return InFlightStep(output, selected, *to_host(self._sample(logits, selected)), states=states)
 
     @torch.inference_mode()
     def synchronize(self, step: InFlightStep, ended: list[int], stopped: StopCheck) -> list[DraftOutput]:
         """Waits for ``step`` and records the tokens it drew; returns how many draft tokens were accepted. Adds each row that ends to ``ended``
         at once, so that ``ended`` is valid even if the call fails later."""
-        selected, sampled = step.selected, step.sampled
+        selected = step.selected
         if selected is None:
             return []
+        if step.states is None or self._reader is None:
+            return self._verify(step, selected, ended, stopped)
+        count = len(step.output.decode_rows)
+        positions = (self.batch.host.length.index_select(0, selected.index[:count]) - 1).tolist()
+        verified = self._verify(step, selected, ended, stopped)
+        self._reader.keep(selected, positions, step.states, step.drafts or [], verified)
+        return verified
+
+    def _verify(self, step: InFlightStep, selected: SelectedRows, ended: list[int], stopped: StopCheck) -> list[DraftOutput]:
+        sampled = step.sampled
         if step.drafts is not None and step.logits is not None:
             is_stepwise = any(row in special for special in (self.batch.with_logits_processors, self.batch.with_top_logprobs) for row in selected.rows)
             verify = self._verify_stepwise if is_stepwise else self._verify_drafts
@@ -194,9 +217,9 @@ class ModelRunner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool) -> Computed:
-        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already."""
-        own = partial(forward, self.decoder, self.caches, model_input, draws, scores)
+    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool, aux: AuxHiddenStates | None = None) -> Computed:
+        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already, and alone fills ``aux``."""
+        own = partial(forward, self.decoder, self.caches, model_input, draws, scores, aux)
         if self.ranks is None:
             return own()
         meta, blobs = encode_step(moves, model_input, draws, scores)

@@ -12,19 +12,23 @@ from torch import Tensor
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import CacheLayer, empty_cache, empty_latent_cache, stored_dtype
 from tandem.kernels.mixed import activation_dtype
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
 def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[CacheLayer]:
     """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
-    local, weights = decoder.local, decoder.embed_tokens
-    computed = activation_dtype(decoder.kernels, weights.dtype)
-    if local.latent is not None:
+    computed = activation_dtype(decoder.kernels, decoder.embed_tokens.dtype)
+    return make_cache_of(decoder.local, blocks, stored_dtype(kv_cache_dtype, computed), decoder.embed_tokens.device)
+
+
+def make_cache_of(shapes: ModelShapes, blocks: int, dtype: torch.dtype, device: torch.device) -> list[CacheLayer]:
+    """Returns an empty cache of ``blocks`` blocks for the layers of ``shapes``."""
+    if shapes.latent is not None:
         # All tensor-parallel ranks hold the whole of it.
-        return [*empty_latent_cache(blocks, local.latent.cached_size, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
-    sizes = (blocks, local.num_key_value_heads, local.head_dim)
-    return [*empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
+        return [*empty_latent_cache(blocks, shapes.latent.cached_size, shapes.num_hidden_layers, dtype, device)]
+    return [*empty_cache((blocks, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, dtype, device)]
 
 
 def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:

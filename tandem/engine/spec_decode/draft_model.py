@@ -1,13 +1,11 @@
 """Proposes draft tokens with a small model of the same vocabulary, which has a separate KV cache with the same block tables."""
 
-import torch
-
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_input import prefill_input, span_input
-from tandem.engine.executor.row_tensors import to_device
-from tandem.engine.sample.random_numbers import uniforms
+from tandem.engine.kv_cache.cache_tensors import make_cache
+from tandem.engine.spec_decode.draw_drafts import draw_drafts
 from tandem.kernels.api import CacheLayer
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
@@ -17,11 +15,16 @@ class DraftModel:
     """Proposes draft tokens for the sequences in the rows of ``batch`` with ``decoder``, packed. ``Sequence.draft_computed``: tokens of a
     sequence in its cache. Blocks that were written while nothing was proposed are stale here, which affects acceptance and no output."""
 
-    def __init__(self, decoder: Decoder, caches: list[CacheLayer], batch: InputBatch) -> None:
+    def __init__(self, decoder: Decoder, blocks: int, batch: InputBatch) -> None:
         self.decoder = decoder
-        self.caches = caches
+        self.caches: list[CacheLayer] = []
         self._batch = batch
         self._device = decoder.embed_tokens.device
+        self.allocate(blocks)
+
+    def allocate(self, blocks: int) -> None:
+        """Allocates its KV cache."""
+        self.caches = make_cache(self.decoder, blocks)
 
     def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Computes the keys and values of a prefill."""
@@ -61,8 +64,4 @@ class DraftModel:
         batch = span_input(self._batch.on_device, selected.index, feed, starts)
         hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
         logits = self.decoder.logits(hidden.index_select(0, (batch.paged.query_start[1:] - 1).long()))
-        ends = torch.tensor([start + len(tokens) for start, tokens in zip(starts, feed, strict=True)])
-        uniform = uniforms(selected.random_key, to_device(ends, self._device))
-        drawn = self.decoder.kernels.sample_rows(logits, selected.temperature, selected.top_k, selected.top_p, selected.min_p, uniform)
-        tokens: list[int] = drawn.tokens.tolist()
-        return tokens
+        return draw_drafts(self.decoder.kernels, logits, selected, [start + len(tokens) for start, tokens in zip(starts, feed, strict=True)])

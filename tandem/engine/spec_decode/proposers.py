@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from tandem.config.engine import SpeculativeConfig
+from tandem.config.engine import HEAD_METHODS, SpeculativeConfig
 from tandem.engine.executor.input_batch import InputBatch
-from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.ngram_proposer import NgramProposer
 from tandem.engine.spec_decode.speculative import Proposer
+from tandem.engine.spec_decode.state_proposer import DraftHead, StateProposer
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.suffix_proposer import SuffixProposer
 from tandem.layout.shapes import ModelShapes
@@ -20,18 +20,24 @@ from tandem.types import UserError
 
 
 def make_proposer(
-    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch,
+    speculative: SpeculativeConfig | None, draft: Decoder | DraftHead | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch,
     step_costs: StepCosts | None = None,
 ) -> Proposer | None:
     """Returns the proposer of ``speculative`` for a model of ``shapes`` and the sequences in ``batch``; packs ``draft``. ``step_costs``: as in
     ``SuffixProposer``. Raises ``UserError`` if the draft model does not fit the model."""
-    if (draft is not None) != (speculative is not None and speculative.method == "draft"):
+    if isinstance(draft, Decoder) != (speculative is not None and speculative.method == "draft"):
         raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
     if speculative is None:
         return None
+    if speculative.method in HEAD_METHODS:
+        if draft is None or isinstance(draft, Decoder):
+            raise UserError(f"speculative method '{speculative.method}' needs its draft head; give it as the draft")
+        draft.use_context(settings.max_model_len)
+        most_rows = speculative.batch_limit(batch.on_device.device.type, settings.max_num_seqs)
+        return StateProposer(draft, batch, settings.num_blocks, most_rows, step_costs)
     if speculative.method == "suffix":
         return SuffixProposer(batch, speculative, step_costs)
-    if draft is None:
+    if not isinstance(draft, Decoder):
         return NgramProposer(batch, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if draft.shapes.vocab_size != shapes.vocab_size:
         raise UserError(
@@ -46,7 +52,7 @@ def make_proposer(
     draft.use_context(settings.max_model_len)
     if not draft.is_packed:
         draft.pack()
-    return DraftModel(draft, make_cache(draft, settings.num_blocks), batch)
+    return DraftModel(draft, settings.num_blocks, batch)
 
 
 def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:

@@ -36,6 +36,7 @@ from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
+from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
@@ -234,8 +235,11 @@ def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
             f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
         ) from None
     check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
-    draft = engine.speculative_config.model if engine.speculative_config is not None else None
-    if draft is not None and (size := read_shapes(found_model(draft)).vocab_size) != shapes.vocab_size:
+    speculative = engine.speculative_config
+    draft = None if speculative is None else speculative.model
+    if speculative is not None and speculative.method == "eagle3":
+        read_eagle3_of(found_model(str(draft)), shapes, own_embedding=True)
+    elif draft is not None and (size := read_shapes(found_model(draft)).vocab_size) != shapes.vocab_size:
         raise UserError(
             f"'rollout.engine.speculative_config.model' is '{draft}', which has a vocabulary of {size} tokens, and the model has {shapes.vocab_size}; "
             "name a model with the same vocabulary"

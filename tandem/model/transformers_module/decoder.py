@@ -71,10 +71,10 @@ class TransformersDecoder(Decoder):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
-        lora: LoraBatch | None = None, span: Any = None, received: Tensor | None = None,
+        lora: LoraBatch | None = None, span: Any = None, received: Tensor | None = None, aux: Any = None,
     ) -> Tensor:  # fmt: skip
         """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
-        assert lora is None and received is None and router_logits is None
+        assert lora is None and received is None and router_logits is None and aux is None
         if isinstance(attention, PackedContext):
             if attention.max_seqlen > self.shapes.max_position_embeddings:
                 raise ValueError(

@@ -1,0 +1,69 @@
+"""The head of EAGLE-3 as a draft head of the engine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.layout.shapes import ModelShapes
+from tandem.model.attention import PagedContext
+from tandem.model.decoder import Decoder
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import load_eagle3
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.rotary import rotary_tables
+from tandem.types import UserError
+
+_TABLE = "model.embed_tokens.weight"
+
+
+class Eagle3Draft:
+    """The packed ``head`` of a model with ``vocab_size`` tokens."""
+
+    def __init__(self, head: Eagle3Head, vocab_size: int) -> None:
+        self.head, self.kernels, self.dtype = head, head.kernels, head.dtype
+        self.shapes: ModelShapes = head.shapes.layer
+        self.state_layers = head.shapes.aux_layers
+        self._vocab_size, self._is_whole = vocab_size, len(head.target_ids) == vocab_size
+
+    def use_context(self, tokens: int) -> None:
+        """Computes from now on sequences of up to ``tokens`` tokens, also if the head was trained with shorter ones."""
+        if tokens > self.head.positions:
+            tables = rotary_tables(replace(self.shapes, max_position_embeddings=tokens), tokens)
+            self.head.positions, self.head.rotary_tables = tokens, tuple(table.to(self.head.target_ids.device) for table in tables)
+
+    @torch.no_grad()
+    def combined(self, states: Tensor) -> Tensor:
+        """Returns the hidden states [T, H] that the head reads of the model's, side by side [T, 3 Ht]."""
+        return self.head.combined(states.split(self.head.shapes.target_hidden_size, dim=1))
+
+    def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, context: PagedContext) -> Tensor:
+        """Returns the hidden states of the next step, before the norm that ``logits`` read."""
+        return self.head(tokens, positions, states, context)[1]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        """Computes the logits [R, V] of ``states[R, H]``: minus infinity for what the head cannot propose."""
+        own = self.head.logits(self.kernels.rms_norm(states.contiguous(), self.head.norm.weight, self.shapes.rms_norm_eps))
+        if self._is_whole:
+            return own
+        return torch.full((len(own), self._vocab_size), float("-inf"), dtype=own.dtype, device=own.device).index_copy_(1, self.head.target_ids, own)
+
+
+def load_eagle3_draft(folder: str | Path, model_folder: str | Path, model: Decoder) -> Eagle3Draft:
+    """Returns the head in ``folder`` for ``model``, which is that of ``model_folder``. Raises ``UserError`` as ``load_eagle3``."""
+    shapes = model.shapes
+    if shapes.transformers is not None:
+        raise UserError("speculative_config method is 'eagle3' and the model is computed by transformers, which gives no hidden states; use 'ngram'")
+    embedding = model.embedded
+    if model.group is not None:
+        # The model's table is divided between ranks, and the head is computed by the first one.
+        table = next((tensor for _, tensor in read_tensors(model_folder, lambda name: name == _TABLE)), None)
+        if table is None:
+            raise UserError(f"model '{model_folder}': tensor '{_TABLE}' is missing from the weights, which the draft head reads")
+        held = table.to(model.device, model.dtype)
+        embedding = lambda tokens: F.embedding(tokens, held)
+    head = load_eagle3(folder, model.kernels, shapes, dtype=model.dtype, device=model.device, embedding=embedding, pack=True)
+    return Eagle3Draft(head, shapes.vocab_size)

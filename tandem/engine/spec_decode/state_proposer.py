@@ -1,0 +1,157 @@
+"""Proposes draft tokens with a small head that reads the model's hidden states: multi-token prediction, EAGLE-3."""
+
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.core.request import Sequence
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.in_flight_step import DraftOutput
+from tandem.engine.executor.input_batch import InputBatch, SelectedRows
+from tandem.engine.executor.model_input import ModelInput, prefill_input, span_input
+from tandem.engine.kv_cache.cache_tensors import make_cache_of
+from tandem.engine.spec_decode.draw_drafts import draw_drafts
+from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.unread_states import UnreadStates
+from tandem.kernels.api import CacheLayer, Kernels
+from tandem.kernels.mixed import activation_dtype
+from tandem.layout.shapes import ModelShapes
+from tandem.model.attention import PagedContext
+
+_MEMORY = 0.95
+"""The decay of the moving average of accepted first draft tokens, per proposal."""
+_HOPE, _PATIENCE = 0.8, 0.998
+"""What that average returns to while nothing is proposed, and its decay per step, so that a head that was not worth its time is tried again."""
+
+
+class DraftHead(Protocol):
+    """A head with its own layer and KV cache. At position i it reads the model's state of position i and the token at i + 1, and its own state there predicts
+    the token at i + 2, or, in the place of the model's state, the one after that."""
+
+    kernels: Kernels
+    shapes: ModelShapes
+    """Of its one layer."""
+    dtype: torch.dtype
+    state_layers: tuple[int, ...]
+    """The layers of the model whose inputs, side by side, are the states that it reads; empty: the hidden states after the final norm."""
+
+    def use_context(self, tokens: int) -> None:
+        """Computes from now on sequences of up to ``tokens`` tokens, as ``Decoder.use_context``."""
+        ...
+
+    def combined(self, states: Tensor) -> Tensor:
+        """Returns the model's ``states[T, W]`` as ``compute`` reads them, [T, H]."""
+        ...
+
+    def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, context: PagedContext) -> Tensor:
+        """Returns its own states [T, H], or of the rows that ``context`` wants, from ``tokens[T]`` and ``states[T, H]`` at ``positions[T]``."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns the logits [R, V] over the model's vocabulary of its own ``states[R, H]``."""
+        ...
+
+
+class StateProposer:
+    """Proposes draft tokens for the sequences in the rows of ``batch`` with ``head``, which reads what the model's steps have computed, so that nothing is
+    computed twice. ``most_rows``: above this number of decoding sequences no states are kept. ``costs``: those of its steps.
+
+    A row of its cache belongs to the position of the model's state, and the token after it: the last row of a cached prefix may be of another sequence, and
+    rows of steps whose states were not kept are empty. Both affect acceptance and no output.
+    """
+
+    def __init__(self, head: DraftHead, batch: InputBatch, blocks: int, most_rows: int, costs: StepCosts | None) -> None:
+        self.head = head
+        self.caches: list[CacheLayer] = []
+        self._batch, self._most_rows, self._costs = batch, most_rows, costs
+        self._device = batch.on_device.device
+        self._pending: tuple[str, int, Tensor] | None = None
+        """Of a prompt that is not complete: its request, the position whose next token is not known yet, and the state [1, W] there."""
+        self.allocate(blocks)
+
+    def allocate(self, blocks: int) -> None:
+        """Allocates its KV cache."""
+        self.caches = make_cache_of(self.head.shapes, blocks, activation_dtype(self.head.kernels, self.head.dtype), self._device)
+
+    def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Reads nothing: the states of a prefill come with ``read_states``."""
+
+    def read_states(self, chunks: tuple[ScheduledPrefill, ...], states: Tensor) -> None:
+        """Reads the tokens of ``chunks`` and their ``states[T, W]``, one chunk after the other."""
+        shifted: list[ScheduledPrefill] = []
+        read: list[Tensor] = []
+        at = 0
+        for chunk in chunks:
+            own, at = states[at : at + len(chunk.tokens)], at + len(chunk.tokens)
+            pending, self._pending = self._pending, None
+            if pending is not None and pending[:2] == (chunk.request_id, chunk.start - 1):
+                shifted.append(chunk._replace(start=chunk.start - 1, rows=()))
+                read += [pending[2], own[:-1]]
+            elif len(chunk.tokens) > 1:
+                shifted.append(chunk._replace(tokens=chunk.tokens[1:], rows=()))
+                read.append(own[:-1])
+            end = chunk.start + len(chunk.tokens)
+            last = own[-1:].clone()
+            if not chunk.rows:
+                self._pending = (chunk.request_id, end - 1, last)
+            for row in chunk.rows:
+                if row in self._batch.speculating:
+                    self._batch.speculating[row].unread_states = unread = UnreadStates()
+                    unread.add(end - 1, last)
+        if shifted:
+            self._compute(prefill_input(tuple(shifted), self._device), self.head.combined(torch.cat(read)))
+
+    def keeps(self, rows: int) -> bool:
+        """Returns whether the states of a step of ``rows`` decoding sequences are kept."""
+        return rows <= self._most_rows and bool(self._batch.speculating)
+
+    def keep(self, selected: SelectedRows, positions: list[int], states: Tensor, drafts: list[list[int]], verified: list[DraftOutput]) -> None:
+        """Keeps the ``states`` of the accepted tokens of a step, in which row i of ``selected`` fed the token at ``positions[i]`` and ``drafts[i]``, of which
+        those of ``verified`` were accepted."""
+        accepted = {output.row: output.num_accepted for output in verified}
+        at = 0
+        for i, position in enumerate(positions):
+            sequence, fed = selected.sequences[i], 1 + (len(drafts[i]) if drafts else 0)
+            if sequence.request.draft_tokens:
+                sequence.unread_states = sequence.unread_states or UnreadStates()
+                sequence.unread_states.add(position, states[at : at + 1 + accepted.get(selected.rows[i], 0)])
+            at += fed
+        if self._costs is not None:
+            best = self._costs.best_acceptance
+            for output in verified:
+                best = _MEMORY * best + (1 - _MEMORY) * (output.num_accepted > 0)
+            self._costs.best_acceptance = best if verified else _PATIENCE * best + (1 - _PATIENCE) * _HOPE
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        began = time.perf_counter()
+        drafts: list[list[int]] = [[] for _ in sequences]
+        lengths = [int(length) for length in self._batch.host.length[[sequence.row for sequence in sequences]]]
+        # Without the state before the last token, as after a step whose states were not kept, it has nothing to start from.
+        at = [i for i, s in enumerate(sequences) if s.unread_states is not None and s.unread_states.parts and s.unread_states.end == lengths[i] - 1]
+        if not at:
+            return drafts
+        unread = [sequences[i].unread_states for i in at]
+        starts = [each.first for each in unread if each is not None]
+        states = self.head.combined(torch.cat([each.take() for each in unread if each is not None]))
+        prompts = [len(sequences[i].request.prompt_token_ids) for i in at]
+        feed = self._batch.tokens_since([sequences[i] for i in at], [start + 1 - prompt for start, prompt in zip(starts, prompts, strict=True)])
+        while at:
+            selected = self._batch.select(tuple(sequences[i].row for i in at))
+            states = self._compute(span_input(self._batch.on_device, selected.index, feed, starts), states)
+            ends = [start + len(tokens) for start, tokens in zip(starts, feed, strict=True)]
+            tokens = draw_drafts(self.head.kernels, self.head.logits(states), selected, [end + 1 for end in ends])
+            for i, token in zip(at, tokens, strict=True):
+                drafts[i].append(token)
+            left = [place for place, i in enumerate(at) if len(drafts[i]) < counts[i]]
+            states = states if len(left) == len(at) else states[left]
+            at, starts, feed = [at[place] for place in left], [ends[place] for place in left], [[tokens[place]] for place in left]
+        if self._costs is not None:
+            self._costs.proposed(len(self._batch.sequences), sum(map(len, drafts)), time.perf_counter() - began)
+        return drafts
+
+    def _compute(self, batch: ModelInput, states: Tensor) -> Tensor:
+        """Returns the head's states [R, H] of the last token of each sequence of ``batch``."""
+        last = (batch.paged.query_start[1:] - 1).long()
+        return self.head.compute(batch.tokens, states, batch.positions, PagedContext(batch.paged, self.caches, last))

@@ -1,0 +1,225 @@
+"""Drafts by heads that read the model's hidden states: they propose what their equations say, and change no bit of what is drawn."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_heads import PublishedEagle3, PublishedPredictor, eagle3_head, with_predictor
+from engine_matrix import MEMORY
+from safetensors.torch import load_file, save_file
+
+from tandem.engine.core.request import Sequence
+from tandem.engine.kv_cache.cache_tensors import block_bytes
+from tandem.engine.llm import LLM
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
+from tandem.types import UserError
+
+PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "q"]
+PARAMS = SamplingParams(n=2, max_tokens=40, seed=3, temperature=0.8, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+Folders = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def predictors(make_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """``predictors(family, is_exact)`` returns the folder of a model with a layer of multi-token prediction."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(family: str = "deepseek_v3", is_exact: bool = False) -> Path:
+        if (family, is_exact) not in made:
+            into = tmp_path_factory.mktemp("predictors") / family
+            made[family, is_exact] = with_predictor(make_folder(family, 0), make_folder(family, 4), into, is_exact=is_exact)
+        return made[family, is_exact]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def heads(make_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """``heads(family)`` returns the folder of an EAGLE-3 head for the model ``make_folder(family)``, with a part of its vocabulary."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "qwen3") -> Path:
+        if family not in made:
+            made[family] = eagle3_head(make_folder(family), tmp_path_factory.mktemp("heads") / family)
+        return made[family]
+
+    return make
+
+
+def start(folder: Path, tokens: int | None = None, head: Path | None = None, **settings: Any) -> LLM:
+    named = {"method": "mtp"} if head is None else {"method": "eagle3", "model": str(head)}
+    speculative = {} if tokens is None else {"speculative_config": {**named, "num_speculative_tokens": tokens, "disable_by_batch_size": 64}}
+    return LLM(folder, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, **speculative, **settings})
+
+
+def outputs(llm: LLM, params: SamplingParams = PARAMS) -> list[list[CompletionOutput]]:
+    answers = llm.generate(PROMPTS, params, request_keys=[0, 1, 2])
+    llm.engine.check_integrity()
+    return [answer.outputs for answer in answers]
+
+
+def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Returns a list that receives the known tokens of a sequence and its draft, for every proposal."""
+    proposer: Any = llm.engine._runner.proposer
+    propose, seen = proposer.propose, []
+
+    def spy(sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        drawn = llm.engine._runner.batch.tokens_since(sequences, [0] * len(sequences))
+        drafts: list[list[int]] = propose(sequences, counts)
+        seen.extend((sequence.request.prompt_token_ids + tokens, draft) for sequence, tokens, draft in zip(sequences, drawn, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", spy)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+def test_a_layer_of_multi_token_prediction_proposes_what_the_equations_say(
+    predictors: Folders, make_folder: Folders, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    folder = predictors(family)
+    llm = start(folder, 3, max_num_batched_tokens=16)
+    seen = recorded(llm, monkeypatch)
+    outputs(llm, GREEDY)
+    published = PublishedPredictor(folder, make_folder(family, 0), make_folder(family, 4))
+    assert len(seen) > 15
+    for known, draft in seen:
+        assert draft and draft == published.draft(known, len(draft)), known
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+def test_an_eagle3_head_proposes_what_the_equations_say(make_folder: Folders, heads: Folders, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    llm = start(make_folder(family), 3, heads(family), max_num_batched_tokens=16)
+    seen = recorded(llm, monkeypatch)
+    outputs(llm, GREEDY)
+    published = PublishedEagle3(heads(family), make_folder(family))
+    assert len(seen) > 15
+    for known, draft in seen:
+        assert draft and draft == published.draft(known, len(draft)), known
+
+
+def test_a_layer_that_predicts_as_the_model_does_is_always_right(predictors: Folders) -> None:
+    folder = predictors(is_exact=True)
+    llm = start(folder, 3)
+    assert outputs(llm) == outputs(start(folder))
+    figures = llm.engine.cumulative_stats()
+    assert figures.speculation.accepted == figures.speculation.proposed > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_draft_tokens_of_a_head_change_no_bit(make_folder: Folders, predictors: Folders, heads: Folders, method: str) -> None:
+    folder, head = (predictors(), None) if method == "mtp" else (make_folder("qwen3"), heads("qwen3"))
+    expected = outputs(start(folder))
+    llm = start(folder, 2, head, max_num_batched_tokens=23, kv_cache_tokens=128)
+    # The second time the prompts are in the prefix cache.
+    assert outputs(llm) == expected and outputs(llm) == expected
+    figures = llm.engine.cumulative_stats().speculation
+    assert figures.proposed > figures.accepted and llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "exact", "qwen3", "gemma2", "gpt_oss", "deepseek_v3, eagle3"])
+@pytest.mark.parametrize("memory", list(MEMORY))
+def test_every_schedule_draws_the_same_bits_with_a_head(make_folder: Folders, predictors: Folders, heads: Folders, case: str, memory: str) -> None:
+    family, _, eagle3 = case.partition(", ")
+    if family in ("qwen3", "gemma2", "gpt_oss") or eagle3:
+        folder, head = make_folder(family), heads(family)
+    else:
+        folder, head = predictors("deepseek_v3" if case == "exact" else family, case == "exact"), None
+    expected = outputs(start(folder))
+    for chunk, ranks in ((16, 1), (23, 1), (64, 1), (23, 2)):
+        with contextlib.closing(start(folder, 3, head, max_num_batched_tokens=chunk, tensor_parallel_size=ranks, **MEMORY[memory])) as llm:
+            assert outputs(llm) == expected and outputs(llm) == expected, (chunk, ranks)
+            figures = llm.engine.cumulative_stats().speculation
+            assert figures.proposed > 0 and (figures.accepted > 0 or case != "exact")
+            if ranks == 1:
+                llm.engine.sleep()
+                llm.engine.wake_up()
+                assert outputs(llm) == expected
+
+
+@pytest.fixture
+def broken(predictors: Folders, tmp_path: Path) -> Iterator[Callable[[str, Any], Path]]:
+    """``broken(name, change)`` returns the folder without the tensor ``name``, or with ``change`` in its place."""
+
+    def make(name: str, change: Any) -> Path:
+        folder = tmp_path / "broken"
+        folder.mkdir()
+        tensors = load_file(predictors() / "model.safetensors")
+        tensors.pop(name)
+        save_file(tensors | ({} if change is None else {name: change}), folder / "model.safetensors")
+        (folder / "config.json").write_text((predictors() / "config.json").read_text())
+        return folder
+
+    yield make
+
+
+def test_folders_without_a_usable_layer_are_refused(make_folder: Folders, broken: Callable[[str, Any], Path]) -> None:
+    with pytest.raises(UserError, match=r"'mtp' and model '.*' has num_nextn_predict_layers None: no layer of multi-token prediction; choose method 'ngram'"):
+        start(make_folder("qwen3"), 1)
+    folder = broken("model.layers.2.eh_proj.weight", None)
+    with pytest.raises(UserError, match=r"tensor 'model\.layers\.2\.eh_proj\.weight' is missing from the weights"):
+        start(folder, 1, skip_tokenizer_init=True)
+    save_file(load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 32)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"'model\.layers\.2\.eh_proj\.weight' has shape \[32, 32\]; config\.json requires \[32, 64\]"):
+        start(folder, 1, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft", "mtp", "eagle3"])
+def test_the_swap_space_counts_the_cache_of_a_draft(make_folder: Folders, predictors: Folders, heads: Folders, method: str) -> None:
+    folder = predictors() if method == "mtp" else make_folder("qwen3")
+    model = {"draft": make_folder("qwen3", 2), "eagle3": heads("qwen3")} if method in ("draft", "eagle3") else {}
+    llm = LLM(folder, swap_space=2**-12, speculative_config={"method": method, **({"model": str(model[method])} if model else {})})
+    size, blocks = block_bytes(llm.engine._runner._all_caches), llm.engine.settings.swap_blocks
+    assert blocks * size <= 2**18 < (blocks + 1) * size
+
+
+def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders, predictors: Folders) -> None:
+    with pytest.raises(UserError, match=r"method is 'eagle3' and no model is given; name the folder of an EAGLE-3 head"):
+        LLM(make_folder("qwen3"), speculative_config={"method": "eagle3"})
+    with pytest.raises(UserError, match=r"has architectures \['Qwen3ForCausalLM'\]; name the folder of an EAGLE-3 head"):
+        start(make_folder("qwen3"), 1, make_folder("qwen3"))
+    with pytest.raises(UserError, match=r"'mtp' uses none"):
+        LLM(predictors(), speculative_config={"method": "mtp", "model": str(heads("qwen3"))})
+
+
+def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> None:
+    llm = LLM(predictors(), speculative_config={"method": "deepseek_mtp"})
+    assert llm.engine._inputs._speculative is not None and llm.engine._inputs._speculative.draft_tokens == 1
+    with pytest.raises(UserError, match=r"did you mean 'mtp'"):
+        LLM(predictors(), speculative_config={"method": "mpt"})
+
+
+def test_the_time_of_proposing_counts_for_each_draft_token() -> None:
+    costs = StepCosts(4)
+    # A token costs 1 ms of a step of 10 ms with one, and proposing it 2 ms.
+    costs.observe(1, 0.010)
+    assert costs.worth(1) == 0.0
+    costs.proposed(1, 4, 0.008)
+    costs.observe(5, 0.014 + 0.008)
+    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+    costs.proposed(1, 4, 0.008)
+    costs.observe(900, 1.0, is_pure=False)
+    costs.observe(1, 0.010)
+    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+
+
+def test_states_that_do_not_follow_the_others_replace_them() -> None:
+    unread, states = UnreadStates(), torch.arange(400.0).view(-1, 2)
+    unread.add(7, states[:1])
+    unread.add(8, states[1:4])
+    assert (unread.first, unread.end) == (7, 11) and torch.equal(unread.take(), states[:4])
+    assert (unread.first, unread.parts) == (11, [])
+    unread.add(11, states[4:5])
+    unread.add(20, states[5:6])
+    assert (unread.first, unread.end) == (20, 21) and torch.equal(unread.take(), states[5:6])
+    for position in range(21, 121):
+        unread.add(position, states[position : position + 1])
+    assert (unread.first, unread.end) == (121 - MOST_UNREAD, 121) and torch.equal(unread.take(), states[121 - MOST_UNREAD : 121])
