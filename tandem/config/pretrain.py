@@ -1,4 +1,4 @@
-"""A recipe for training on data without a rollout: pretraining, supervised fine-tuning, DPO and reward models."""
+"""A recipe for training on data without a rollout: pretraining, supervised fine-tuning, DPO, reward models and draft heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +28,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.config.transformers_module import Refusal, check_transformers_module
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
+
+MOST_DRAFT_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,17 @@ class DataConfig:
     """Folder for downloading and verifying the shards of a URL."""
     read_ahead: int = 4
     """Number of batches to prepare ahead."""
+    rollouts: tuple[str, ...] = ()
+    """For `draft`: folders of runs of reinforcement learning, whose prompts and completions are one more dataset of the mixture, with weight 1. They are
+    copied when the run starts."""
+    rollout_steps: int = 0
+    """For `draft`: the newest steps of each of these runs to read. 0: all."""
 
     def check(self) -> None:
         for dataset in self.train:
             if not 0 < dataset.weight < float("inf"):
                 raise UserError(f"the weight of '{dataset.path}' in 'data.train' is {dataset.weight}; it must be above 0, and finite")
-        for name, least in (("sequence_length", 2), ("global_batch_size", 1), ("read_ahead", 1)):
+        for name, least in (("sequence_length", 2), ("global_batch_size", 1), ("read_ahead", 1), ("rollout_steps", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"'data.{name}' is {getattr(self, name)}; it must be at least {least}")
         remote = [path for path in (*(dataset.path for dataset in self.train), self.held_out) if "://" in path and not path.startswith("file:")]
@@ -89,11 +96,12 @@ class HeldOutConfig:
 class PretrainConfig:
     """What is learned of the data."""
 
-    name: Literal["pretrain", "sft", "dpo", "reward_model"]
+    name: Literal["pretrain", "sft", "dpo", "reward_model", "draft"]
     """`pretrain`: every next token of documents. `sft`: the tokens marked in a dataset of examples (supervised fine-tuning). `dpo`: to prefer
     the chosen to the rejected answers of a dataset of preference pairs (Rafailov et al., 2023), with the initial model as the reference.
     `reward_model`: to score the chosen above the rejected answers of such a dataset (Bradley-Terry; Ouyang et al., 2022); a language model gets a
-    value head in place of its own."""
+    value head in place of its own. `draft`: the head of EAGLE-3 (Li et al., 2025), by which the model's tokens are drafted for speculative decoding; the
+    model itself stays as it is."""
     loss_type: PreferenceLoss = "sigmoid"
     """For `dpo`: `sigmoid`, `ipo` (Azar et al., 2023), `hinge` (Zhao et al., 2023) or `robust` (Chowdhury et al., 2024)."""
     beta: float = 0.1
@@ -107,9 +115,17 @@ class PretrainConfig:
     center_coef: float = 0.0
     """For `reward_model`: weight of the square of the sum of both scores in the loss, which draws scores to a mean of 0 (0.01 is usual). 0: off."""
 
+    draft_steps: int = 5
+    """For `draft`: positions of a draft that the head is trained for. From the second on it reads its own output (training-time test)."""
+    draft_vocab_size: int = 0
+    """For `draft`: the tokens that a new head can propose, the most frequent ones of the data. 0: all, at most 32000."""
+    init_from: str = ""
+    """For `draft`: folder of a head to continue from, such as the `model` of an earlier run. Empty: a new one."""
+
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
         check_preference(self, "dpo")
+        self._check_draft()
         if not 0 <= self.center_coef < float("inf"):
             raise UserError(f"'algorithm.center_coef' is {self.center_coef}; it must be 0 (off) or more, and finite")
         check_float32("algorithm", self, "center_coef")
@@ -117,10 +133,21 @@ class PretrainConfig:
             fix = "set algorithm.name to reward_model"
             refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "value_head", "center_coef", fix=fix)
 
+    def _check_draft(self) -> None:
+        if not 1 <= self.draft_steps <= MOST_DRAFT_STEPS:
+            raise UserError(f"'algorithm.draft_steps' is {self.draft_steps}; it must be from 1 to {MOST_DRAFT_STEPS}")
+        if self.draft_vocab_size < 0:
+            raise UserError(f"'algorithm.draft_vocab_size' is {self.draft_vocab_size}; it must be 0 (all tokens, at most 32000) or more")
+        if self.name != "draft":
+            fix = "set algorithm.name to draft"
+            refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "draft_steps", "draft_vocab_size", "init_from", fix=fix)
+        elif self.init_from:
+            refuse_unread("algorithm", self, "algorithm.init_from names a head, which has its vocabulary", "draft_vocab_size", fix="remove algorithm.init_from")
+
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft``, ``dpo`` or ``reward_model``. ``task``: with ``sft``, learns
+    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft``, ``dpo``, ``reward_model`` or ``draft``. ``task``: with ``sft``, learns
     the demonstrations of a task, with ``reward_model`` to prefer a right demonstration of each prompt to a wrong one, instead of ``data.train``."""
 
     algorithm: PretrainConfig
@@ -182,6 +209,11 @@ class PretrainRecipe:
         return self.algorithm.name == "reward_model"
 
     @property
+    def trains_draft(self) -> bool:
+        """Whether a draft head is trained beside the model, which stays as it is."""
+        return self.algorithm.name == "draft"
+
+    @property
     def sequences_each(self) -> int:
         """The number of sequences that one of ``data.global_batch_size`` counts for."""
         return 2 if self.learns_from_pairs else 1
@@ -205,7 +237,11 @@ class PretrainRecipe:
             refuse_unread("trainer", self.trainer, f"algorithm.name is '{self.algorithm.name}', whose passes share no prompt", "share_prompts")
         refuse_unread("trainer", self.trainer, f"algorithm.name is '{self.algorithm.name}', which has no rollout to replay", "router_replay")
         self.trainer.check_share_prompts(self.parallel.context)
-        if self.task is None and not self.data.train:
+        if not self.trains_draft:
+            refuse_unread("data", self.data, f"algorithm.name is '{self.algorithm.name}'", "rollouts", "rollout_steps", fix="set algorithm.name to draft")
+        elif not self.data.rollouts:
+            refuse_unread("data", self.data, "data.rollouts names no run", "rollout_steps", fix="name a run in data.rollouts")
+        if self.task is None and not self.data.train and not self.data.rollouts:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
         if self.task is not None and (self.data.train or self.algorithm.name not in ("sft", "reward_model")):
             raise UserError(
@@ -249,6 +285,8 @@ class PretrainRecipe:
         self._check_memory()
         self._check_machines()
         self._check_lora()
+        if self.trains_draft:
+            self._check_draft()
 
     def _check_memory(self) -> None:
         if self.checkpoint.memory_every_steps and self.parallel.world == 1:
@@ -279,6 +317,27 @@ class PretrainRecipe:
             raise UserError("section 'trainer.lora' is given and algorithm.name is 'reward_model', whose new head has to be trained too; remove the section")
         if self.model.create is not None:
             raise UserError("section 'trainer.lora' is given and the model of 'model.create' is untrained; remove the section, or set model.path")
+
+
+    def _check_draft(self) -> None:
+        """Checks what a run of ``draft`` cannot have: one process computes the whole target and trains the whole head."""
+        if self.model.create is not None:
+            raise UserError("section 'model.create' is given and algorithm.name is 'draft', which learns what a trained model says; set model.path")
+        whole, plain = "trains a head beside one whole model", "trains plain weights in memory"
+        refusals: tuple[Refusal, ...] = (
+            ("model.implementation", self.model.implementation, ("auto", "tandem"), "reads hidden states of Tandem's own decoder"),
+            ("parallel.world", self.parallel.world, (1,), whole),
+            ("trainer.lora", None if self.trainer.lora is None else "given", (None,), plain),
+            ("trainer.optimizer", self.trainer.optimizer, ("adamw", "adamw8bit"), "has no hidden matrices in the sense of Muon"),
+            ("trainer.offload", self.trainer.offload, ("none",), plain),
+            ("trainer.offload_parameters", self.trainer.offload_parameters, ("none",), plain),
+            ("trainer.offload_activations", self.trainer.offload_activations, ("none",), plain),
+            ("trainer.recompute", self.trainer.recompute, ("none",), "has one layer"),
+        )
+        for key, value, possible, reason in refusals:
+            if value not in possible:
+                fix = "remove it" if possible == (None,) else f"set it to {' or '.join(str(each) for each in possible)}"
+                raise UserError(f"'{key}' is {value} and algorithm.name is 'draft', which {reason}; {fix}")
 
 
 def with_joining_pods(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -449,7 +449,7 @@ class Recipe:
 
 IN_A_POD = typing.get_args(AlgorithmName)
 """Algorithms that train on rollouts."""
-ON_DATA = ("pretrain", "sft", "dpo", "reward_model")
+ON_DATA = ("pretrain", "sft", "dpo", "reward_model", "draft")
 """Algorithms that train on data and not on rollouts."""
 AnyRecipe = Recipe | PretrainRecipe
 

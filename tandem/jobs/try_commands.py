@@ -1,5 +1,6 @@
 """Shell commands to try a trained model."""
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -22,6 +23,12 @@ def data_commands(model: Path, example: Piece | None, implemented_by: Implementa
 def scoring_commands(model: Path) -> tuple[str, ...]:
     """Returns the command that trains a policy with the reward model ``model``."""
     return (f"{program()} train RECIPE --reward_model.path={shlex.quote(str(model))}",)
+
+
+def drafting_commands(head: Path, target: Path) -> tuple[str, ...]:
+    """Returns the command that generates with ``target`` and the drafts of ``head``."""
+    config = json.dumps({"method": "eagle3", "model": str(head)})
+    return (f"{program()} generate {shlex.quote(str(target))} --speculative-config {shlex.quote(config)} --prompt TEXT",)
 
 
 def task_commands(model: Path, prompt: str, implemented_by: Implementation) -> tuple[str, ...]:

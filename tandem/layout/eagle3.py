@@ -1,10 +1,12 @@
 """The shapes of an EAGLE-3 draft head (Li et al., 2025, arXiv 2503.01840), as plain data. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.layout.shapes import ModelShapes, Parameter, RopeScaling, parameters
 
+EMBEDDING = "embed_tokens.weight"
+"""The head's own table, which is never trained."""
 AUX_LAYERS = 3
 """The hidden states of the target that a head reads: a low, a middle and a high one."""
 
@@ -24,6 +26,11 @@ class Eagle3Shapes:
     aux_layers: tuple[int, ...]
     own_embedding: bool = False
     norm_before_residual: bool = False
+
+    @property
+    def trained(self) -> ModelShapes:
+        """The shapes of the network that training changes: the head's one layer, with all parameters of its folder."""
+        return replace(self.layer, own_parameters=tuple((p.name, p.shape) for p in eagle3_parameters(self) if p.name != EMBEDDING))
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
@@ -66,7 +73,7 @@ def eagle3_parameters(shapes: Eagle3Shapes) -> Iterator[Parameter]:
     """Yields every parameter of the folder, as SpecForge and vLLM name them; the maps of the vocabulary (``d2t``, ``t2d``) are none."""
     hidden = shapes.layer.hidden_size
     if shapes.own_embedding:
-        yield Parameter("embed_tokens.weight", (shapes.layer.vocab_size, hidden))
+        yield Parameter(EMBEDDING, (shapes.layer.vocab_size, hidden))
     yield Parameter("fc.weight", (hidden, AUX_LAYERS * shapes.target_hidden_size))
     yield Parameter("midlayer.hidden_norm.weight", (hidden,))
     for name, shape in parameters(shapes.layer):

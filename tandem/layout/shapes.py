@@ -156,6 +156,7 @@ class ModelShapes:
     ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
     in the norm of its queries and keys.
     ``transformers``: the module of transformers that computes the network, whose parameters have the module's names (``None``: Tandem's decoder does).
+    ``own_parameters``: (name, shape) of every parameter where they are not those of a decoder, as of a draft head.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -203,6 +204,7 @@ class ModelShapes:
     parallel_blocks: bool = False
     qk_norm_by_head: bool = False
     transformers: TransformersModule | None = None
+    own_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -475,8 +477,9 @@ class Parameter(NamedTuple):
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
-    if shapes.transformers is not None:
-        yield from (Parameter(name, shape) for name, shape in shapes.transformers.parameters)
+    own = shapes.own_parameters if shapes.transformers is None else shapes.transformers.parameters
+    if own:
+        yield from (Parameter(name, shape) for name, shape in own)
         return
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))

@@ -151,8 +151,8 @@ def local_shapes(shapes: ModelShapes, shard_spec: ShardSpec) -> ModelShapes:
 def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_spec: ShardSpec) -> tuple[slice, ...]:
     """Returns the part of parameter ``name`` (whole ``shape``) that a rank holds, one slice per axis. Raises ``KeyError`` for an unknown
     name."""
-    if shapes.transformers is not None:
-        assert shard_spec.size == 1, "a module of transformers is never sharded"
+    if shapes.transformers is not None or shapes.own_parameters:
+        assert shard_spec.size == 1, "a module of transformers and a draft head are never sharded"
         return tuple(slice(0, n) for n in shape)
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
     axis = 0 if shapes.qk_norm_by_head and name.endswith(_HEAD_NORMS) else rule.axis

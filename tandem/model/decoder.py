@@ -239,6 +239,10 @@ class Decoder(nn.Module):
         logprobs = self.token_logprobs(hidden, rows, targets, temperature, tokens) if self.shapes.language_head else None
         return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
+    def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
+        """Returns the ``head_outputs`` of a packed batch."""
+        return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
+
     def values(self, hidden: Tensor, rows: Tensor, tokens: int) -> Tensor:
         """Returns the value head's numbers [R] of the tokens ``rows[R]`` of a packed batch of ``tokens`` tokens; ``hidden`` is the output of
         ``forward``. With ``parallel`` every rank returns all of them."""

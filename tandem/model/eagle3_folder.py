@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
-from tandem.layout.eagle3 import eagle3_parameters
+from tandem.layout.eagle3 import EMBEDDING, eagle3_parameters
 from tandem.layout.shapes import ModelShapes
 from tandem.model.drawn import generator_of
 from tandem.model.eagle3 import Eagle3Head
@@ -24,7 +24,6 @@ from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.folder_manifest import write_manifest
 from tandem.types import RunError, UserError
 
-EMBEDDING = "embed_tokens.weight"
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
 
 

@@ -17,9 +17,11 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
+from tandem.model.draft_decoder import DraftDecoder
 from tandem.model.drawn import new_adapter
+from tandem.model.eagle3_folder import load_eagle3
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.model_folder import load_tensors, read_held, unfilled_model
+from tandem.model.huggingface.model_folder import load_model, load_tensors, read_held, unfilled_model
 from tandem.model.value_folder import new_head
 from tandem.trainer.checkpoint.model_state import parts_of
 from tandem.trainer.checkpoint.replica_state import ReplicaState, fill_parts
@@ -41,7 +43,9 @@ class ReplicaSettings:
     ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
     tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does.
     ``context``: the tokens of the run's longest sequence (0: the model's own). ``head_seed``: draws a value head beside the language-model head (``None``:
-    there is none). ``seed``: draws the adapter of ``trainer.lora``. ``implemented_by``: who computes the model."""
+    there is none). ``seed``: draws the adapter of ``trainer.lora``. ``implemented_by``: who computes the model.
+    ``draft``: the folder of a draft head that is trained beside the model, which stays as it is, and the positions of its drafts (``None``: the model is
+    trained)."""
 
     start: Path
     directory: Path
@@ -53,6 +57,7 @@ class ReplicaSettings:
     seed: int = 0
     context: int = 0
     implemented_by: Implementation = OWN
+    draft: tuple[Path, int] | None = None
 
     def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         """Yields what ``model`` starts with."""
@@ -110,6 +115,8 @@ def _named(start: Path) -> Iterator[None]:
 def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
     """Returns this rank's part of the network in the trainer's precision, and the pipeline that it is a stage of (``None``: it is whole). ``is_filled``: with
     its weights. Raises ``UserError`` if the folder does not hold the model."""
+    if settings.draft is not None:
+        return _draft(settings, ranks, kernels, *settings.draft), None
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(settings.start, "any", settings.implemented_by))
     model = unfilled_model(
@@ -124,3 +131,12 @@ def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_f
     model.kernels = in_precision(kernels, settings.trainer.precision, model.device)
     model.kv_cache_dtype = settings.kv_cache_dtype
     return model, Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
+
+
+def _draft(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, folder: Path, steps: int) -> DraftDecoder:
+    """Returns the head in ``folder`` beside the whole model of ``settings``."""
+    dtype = getattr(torch, settings.trainer.dtype)
+    target = load_model(settings.start, kernels, dtype=dtype, device=ranks.device)
+    target.use_context(settings.context or target.positions)
+    target.kernels = in_precision(kernels, settings.trainer.precision, target.device)
+    return DraftDecoder(load_eagle3(folder, target.kernels, target.shapes, dtype=dtype, device=ranks.device), target, steps)

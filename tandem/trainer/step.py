@@ -123,8 +123,7 @@ class StepResult:
 
 def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> HeadOutputs:
     """Returns the model's log-probabilities of a micro-batch's targets [R], or the values of the states before them, or both."""
-    hidden = model(micro_batch.tokens, micro_batch.positions, micro_batch.context)
-    return model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+    return model.outputs(micro_batch.tokens, micro_batch.positions, micro_batch.context, micro_batch.rows, micro_batch.targets, temperature)
 
 
 def stacked(outputs: HeadOutputs) -> Tensor:

@@ -16,9 +16,11 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext, PagedContext
 from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
+from tandem.model.draft_decoder import DraftDecoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import eagle3_tensors, initialise_eagle3, load_eagle3, save_eagle3
 from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
+from tandem.model.initialise import initialise
 from tandem.types import UserError
 
 TARGET = ModelShapes("llama", 61, 48, 4, 4, 2, 12, 80, 128, False, rope_theta=500.0)
@@ -183,3 +185,34 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     other = ModelShapes("llama", 62, 48, 4, 4, 2, 12, 80, 128, False)
     with pytest.raises(UserError, match="has vocab_size 61 and the model 62; name a head that was trained for this model"):
         load_eagle3(tmp_path / "head", select("reference"), other)
+
+
+def test_training_computes_at_each_position_what_drafting_from_there_does(kernels: Kernels) -> None:
+    """The draft of each token is computed anew: the target's states up to it, then the head's own, as one sequence."""
+    target, head, generator = Decoder(TARGET, kernels), a_head(kernels), torch.Generator().manual_seed(6)
+    initialise(target, 7, 0.2)
+    lengths, tokens = [9, 6], torch.randint(61, (15,), generator=generator)
+    positions, context = torch.cat([torch.arange(9), torch.arange(6)]), PackedContext(torch.tensor([0, 9, 15], dtype=torch.int32), 9)
+    model, rows = DraftDecoder(head, target, 3), torch.tensor([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14])
+    made = model.outputs(tokens, positions, context, rows, rows, 1.0).of_draft
+    assert made is not None
+    wanted: list[list[Tensor]] = [[], [], []]
+    with torch.no_grad():
+        aux = AuxHiddenStates(head.shapes.aux_layers)
+        logits, first = target.logits(target(tokens, positions, context, aux=aux)), 0
+        for length in lengths:
+            states, own = head.combined([state[first : first + length] for state in aux.states]), tokens[first : first + length]
+            for t in range(length):
+                hidden = states[: t + 1]
+                for step in range(3):
+                    label = t + step + 1
+                    if label < length:
+                        whole = PackedContext(torch.tensor([0, label], dtype=torch.int32), label)
+                        x, following = head(own[1 : label + 1], torch.arange(label), hidden, whole)
+                        hidden = torch.cat((hidden, following[-1:]))
+                        if first + label in rows.tolist():
+                            distribution = logits[first + label, head.target_ids].softmax(0)
+                            wanted[step].append(-(distribution * head.logits(x[-1:])[0].log_softmax(0)).sum())
+            first += length
+    for step, values in zip(made, wanted, strict=True):
+        torch.testing.assert_close(step.cross_entropy.detach(), torch.stack(values), rtol=1e-4, atol=1e-4)

@@ -32,12 +32,14 @@ from tandem.jobs.checks.check_run import (
     warn_of_cores,
 )
 from tandem.jobs.checks.smallest_change import smallest_change
+from tandem.jobs.data_run.draft_inputs import check_rollouts
 from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
 from tandem.planner.recipe_layout import recipe_layout
@@ -68,6 +70,8 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         if recipe.task is not None:
             lines = check_demonstrations(recipe.task, recipe.demonstrations, recipe.data, recipe.run, folder, recipe.learns_from_pairs)
+        elif recipe.trains_draft:
+            lines = _check_draft(recipe, shapes, datasets)
         elif recipe.learns_from_examples:
             lines = check_examples(recipe, datasets)
         else:
@@ -188,6 +192,17 @@ def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[st
         f"pipeline: stages of {layers} layers, {parallel.schedule}, about {shape.micro_batches} micro-batches a step: "
         f"{published_bubble_share(shape):.0%} of the ranks' time is bubble; lower trainer.micro_batch_tokens for less"
     ]
+
+
+def _check_draft(recipe: PretrainRecipe, shapes: ModelShapes, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
+    """Returns what a draft head will learn from. Raises ``UserError`` for rollouts or a head that do not belong to the model."""
+    for path, files in datasets:
+        if files.dataset.pairs:
+            raise UserError(f"'{path}' has preference pairs, and algorithm.name is 'draft'; make it with 'tandem tokenize', or with its --examples")
+    if (folder := recipe.algorithm.init_from) and (given := read_eagle3_shapes(folder)).layer.vocab_size != shapes.vocab_size:
+        raise UserError(f"'algorithm.init_from' names '{folder}', a head of {given.layer.vocab_size} tokens, and the model has {shapes.vocab_size}")
+    lines = _describe_text(recipe.data, recipe.run.max_steps, datasets) if recipe.data.train else []
+    return [*lines, *check_rollouts(recipe.data, shapes.vocab_size)]
 
 
 def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:

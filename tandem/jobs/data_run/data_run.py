@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tandem.config.pretrain import PretrainRecipe
@@ -20,6 +21,8 @@ from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
+from tandem.model.draft_decoder import DraftDecoder
+from tandem.model.eagle3_folder import save_eagle3
 from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
 from tandem.runtime.health.run_health import RunHealth
@@ -36,6 +39,7 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.losses.dpo import make_dpo_loss
+from tandem.trainer.losses.draft import make_draft_loss, with_acceptance
 from tandem.trainer.losses.reward_model import make_reward_model_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
@@ -43,11 +47,11 @@ from tandem.trainer.packing import pack, pack_pairs, with_common_beginning
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.sequence_scores import scored_sequence
-from tandem.trainer.step import ForwardBackward, Loss, StepResult, sum_shares, train_step, unstacked
+from tandem.trainer.step import ForwardBackward, Loss, StepResult, predict, sum_shares, train_step, unstacked
 from tandem.trainer.tensor_record import TensorRecord
 from tandem.types import RunError, TrainSequence
 
-HELD_OUT, HELD_OUT_PAIRS = "held_out", "held_out_pairs"
+HELD_OUT, HELD_OUT_PAIRS, HELD_OUT_DRAFTS = "held_out", "held_out_pairs", "held_out_drafts"
 """Kinds of evaluations in the journal."""
 
 
@@ -124,9 +128,9 @@ class DataRun(Run):
                 self.record.step = step
                 self.record.batch(sequences)
             result = self.update(step, counts, micro_batches)
-        self.trained = result.metrics
+        self.trained = with_acceptance(result.metrics) if self.recipe.trains_draft else result.metrics
         if self.recipe.learns_from_examples and not self.recipe.trains_values:
-            self.trained = {**result.metrics, "train/learned_tokens": counts.tokens}
+            self.trained = {**self.trained, "train/learned_tokens": counts.tokens}
         return sequences, result
 
     def sequences(self, batch: Sequence[Pieces]) -> list[TrainSequence]:
@@ -167,7 +171,7 @@ class DataRun(Run):
     def loss(self, counts: GlobalCounts) -> Loss:
         """Returns the loss of a global batch of ``counts``."""
         if not self.recipe.learns_from_pairs:
-            return make_cross_entropy_loss(counts, "train")
+            return make_draft_loss(counts) if self.recipe.trains_draft else make_cross_entropy_loss(counts, "train")
         algorithm = self.recipe.algorithm
         if self.recipe.trains_values:
             return make_reward_model_loss(algorithm.center_coef, counts.sequences // 2, "train/loss")
@@ -203,13 +207,16 @@ class DataRun(Run):
 
     def evaluate(self, step: int) -> None:
         """Measures the loss on the held-out data, in nats per token or of preference pairs, and journals it, once for each step."""
-        held_out, kind = self.data.held_out, HELD_OUT_PAIRS if self.recipe.learns_from_pairs else HELD_OUT
+        held_out, kind = self.data.held_out, HELD_OUT_PAIRS if self.recipe.learns_from_pairs else HELD_OUT_DRAFTS if self.recipe.trains_draft else HELD_OUT
         if held_out is None or self.ranks.agreed(self.records.evaluation(step, kind) is not None, "whether to evaluate"):
             return
         with self.records.phase("evaluate", step):
             share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
             sequences = [s for s in self.sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, _, micro_batches = self.micro_batches(sequences)
+            if self.recipe.trains_draft:
+                self._draft_evaluated(step, counts, micro_batches)
+                return
             logprobs = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.reshard()
             if self.recipe.learns_from_pairs:
@@ -221,6 +228,16 @@ class DataRun(Run):
         perplexity = math.exp(min(loss, 700.0))
         self.records.evaluated(step, HELD_OUT, {"loss": loss, "perplexity": perplexity, "tokens": tokens})
         self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+
+    def _draft_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch]) -> None:
+        """Journals the loss of the head on the held-out data, and the share of the target's greedy tokens that it drafts, by position."""
+        loss = self.loss(counts)
+        with torch.no_grad():
+            sums = sum_shares(loss(predict(self.model, each, 1.0), each) for each in micro_batches).sums
+        measured = {name.removeprefix("draft/").removeprefix("train/"): value for name, value in with_acceptance(sums).items()}
+        self.records.evaluated(step, HELD_OUT_DRAFTS, measured)
+        rates = ", ".join(f"{measured[f'acceptance/{position}']:.3f}" for position in range(self.recipe.algorithm.draft_steps))
+        self.records.callback.message(f"step {step}: held-out loss {measured['loss']:.4f}, acceptance by position {rates}")
 
     def _pairs_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
         """Journals the loss of the held-out pairs and the share of them whose chosen answer is preferred. ``logprobs``: what the inference pass
@@ -246,6 +263,9 @@ class DataRun(Run):
         """Writes the trained model as a Hugging Face folder, in place of that of an earlier end of the run, and returns the folder."""
         if self.ranks.is_first:
             remove_model(self.directory / "model")
+        if isinstance(self.model, DraftDecoder):
+            save_eagle3(self.model.head, self.directory / "model", dtype=export_dtype(self.recipe.model, self.recipe.trainer.dtype))
+            return self.directory / "model"
         self.checkpoints.replica.export(self.directory / "model", export_dtype(self.recipe.model, self.recipe.trainer.dtype))
         return self.directory / "model"
 

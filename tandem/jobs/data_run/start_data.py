@@ -18,6 +18,7 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import machine_bytes, memory_by_stage
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_PAIRS, DataRun
+from tandem.jobs.data_run.draft_inputs import HEAD, make_draft_inputs
 from tandem.jobs.data_run.reference_pass import ReferencePass
 from tandem.jobs.data_run.train_data import open_data
 from tandem.jobs.prediction import data_prediction
@@ -25,7 +26,7 @@ from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import RunResult, finish_run, held_out_figures
 from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_files
-from tandem.jobs.try_commands import data_commands, scoring_commands
+from tandem.jobs.try_commands import data_commands, drafting_commands, scoring_commands
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.kernels import select, why_reference
@@ -102,6 +103,8 @@ def train_on(
         forget_local(recipe.checkpoint.local_directory, journal)
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
+        if recipe.trains_draft:
+            return finish_run(rank.directory, journal, model, steps, figures, drafting_commands(model, run.start))
         commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example, recipe.model.implemented_by)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
@@ -161,7 +164,7 @@ def opened_run(
         context = recipe.model.max_length or recipe.data.sequence_length
         settings = ReplicaSettings(
             start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context,
-            implemented_by=recipe.model.implemented_by,
+            implemented_by=recipe.model.implemented_by, draft=(directory / HEAD, recipe.algorithm.draft_steps) if recipe.trains_draft else None,
         )  # fmt: skip
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
@@ -281,13 +284,16 @@ def _kernels(machine: MachineConfig, trainer: TrainerConfig, device: torch.devic
 
 
 def _make_start_model(recipe: PretrainRecipe, directory: Path, callback: Callback) -> None:
-    """Makes the model that ``recipe`` describes, and a language model with a value head in place of its own if it is to give values."""
+    """Makes the model that ``recipe`` describes, and a language model with a value head in place of its own if it is to give values, or a
+    draft head beside it."""
     given = initial_folder(recipe.model, directory)
     if recipe.model.create is not None:
         callback.phase("create_model", 0)
         create_model(recipe.model.create, recipe.run.seed, given)
     if recipe.trains_values:
         make_value_folder(given, recipe.algorithm.value_head, recipe.run.seed, directory / VALUE_FOLDER)
+    if recipe.trains_draft:
+        make_draft_inputs(recipe, directory, given)
 
 
 def start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

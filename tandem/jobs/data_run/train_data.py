@@ -3,11 +3,11 @@
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from tandem.config.pretrain import DataConfig, PretrainRecipe
+from tandem.config.pretrain import DataConfig, DatasetConfig, PretrainRecipe
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
 from tandem.data.example_stream import ExampleStream
@@ -24,6 +24,8 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
+ROLLOUTS = "rollouts"
+"""The folder, in that of a run of ``draft``, of the dataset of rollouts."""
 REFERENCE = "reference"
 """The folder, in that of a run, of the log-probabilities of the reference."""
 Sequences = Callable[[int], Pieces]
@@ -46,14 +48,15 @@ def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Jou
     ``UserError`` where the data has changed since the run started."""
     if recipe.task is not None:
         return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal, recipe.learns_from_pairs)
+    data = recipe.data if not recipe.data.rollouts else replace(recipe.data, train=(*recipe.data.train, DatasetConfig(str(directory / ROLLOUTS))))
     streams: list[TokenStream | ExampleStream] = []
     sequences: list[Sequences] = []
     digests: dict[str, str] = {}
     notes: list[str] = []
-    count, each = len(recipe.data.train), recipe.sequences_each
-    for number, (path, files) in enumerate(open_datasets(recipe.data)):
+    count, each = len(data.train), recipe.sequences_each
+    for number, (path, files) in enumerate(open_datasets(data)):
         seed = HELD_OUT_SEED if number == count else recipe.run.seed
-        stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples, each=each)
+        stream = open_stream(files, recipe.data.sequence_length, seed, examples=is_of_examples(recipe, files), each=each)
         sequences.append(stream.sequence)
         if recipe.has_reference:
             sequences[-1] = LogprobFiles(reference_folder(directory, number), files, recipe.trainer.dtype).beside(stream.sequence)
@@ -63,9 +66,10 @@ def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Jou
         if isinstance(stream, TokenStream) and files.dataset.has_masks:
             notes.append(f"'{path}' has a loss mask, which pretraining ignores")
         streams.append(stream)
-        digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
+        # The folder of a run may be moved.
+        digests[ROLLOUTS if path == str(directory / ROLLOUTS) else path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
     _check_data(journal, digests)
-    weights = [dataset.weight for dataset in recipe.data.train]
+    weights = [dataset.weight for dataset in data.train]
     train = cast("Sequences", mixed(sequences[:count], weights, recipe.run.seed))
     if len(streams) == count:
         return TrainData(train, None, 0, tuple(notes))
@@ -73,6 +77,11 @@ def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Jou
     # An example that is evaluated twice would count twice.
     measured = min(measured, held_out.examples) if isinstance(held_out, ExampleStream) else measured
     return TrainData(train, sequences[count], measured, tuple(notes))
+
+
+def is_of_examples(recipe: PretrainRecipe, files: ShardFiles) -> bool:
+    """Returns whether the documents of ``files`` are examples, which are never split. A draft head learns from text too, all of whose tokens count."""
+    return files.dataset.has_masks if recipe.trains_draft else recipe.learns_from_examples
 
 
 def _check_data(journal: Journal | None, digests: dict[str, str]) -> None:

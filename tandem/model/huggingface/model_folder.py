@@ -116,7 +116,7 @@ def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     """Returns a view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
-    if decoder.shapes.transformers is not None:
+    if decoder.shapes.transformers is not None or decoder.shapes.own_parameters:
         return cast("dict[str, Tensor]", cast("Any", decoder).huggingface_parameters())
     if decoder.is_packed or decoder.is_frozen:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")

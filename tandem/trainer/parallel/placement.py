@@ -21,7 +21,7 @@ class Placement(NamedTuple):
 
 def placement(model: Decoder, name: str) -> Placement:
     """Returns the placement of the parameter ``name`` of ``model.named_parameters()``."""
-    if model.shapes.transformers is not None:
+    if model.shapes.transformers is not None or model.shapes.own_parameters:
         return Placement("replicate", "tokens")
     # For parameters applied to the residual stream.
     residual: OverTensorRanks = "partial" if model.parallel is not None and model.parallel.sequence else "replicate"

@@ -1,0 +1,152 @@
+"""A draft head in training beside its target: what the trainer computes in the place of a ``Decoder``.
+
+The training-time test of EAGLE-3 (Li et al., 2025, section 3.2). At position 0 of a draft the head reads the target's states of token t and token t + 1, and
+learns the target's distribution after it. At position k it reads its own hidden states of the position before and the token t + 1 + k, as when it drafts; it
+attends to the keys of position 0 up to token t and to its own of positions 1 to k.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tandem.kernels.api import Kernels
+from tandem.kernels.mixed import whole_precision
+from tandem.layout.pipeline_stages import whole
+from tandem.layout.sharding import WHOLE
+from tandem.model.attention import AttentionLayer, PackedContext, Rotation, attend_packed
+from tandem.model.aux_hidden_states import AuxHiddenStates
+from tandem.model.decoder import Decoder
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import eagle3_tensors
+from tandem.model.head_outputs import DraftStep, HeadOutputs
+from tandem.model.layer_weights import LayerWeights
+from tandem.model.routing import ReplayCount
+
+ROWS_AT_ONCE = 512
+"""Rows of the target's logits in memory at once."""
+
+
+class DraftDecoder(Decoder):
+    """``head`` trained for ``steps`` positions of a draft by the frozen ``target``, which is no part of its parameters."""
+
+    def __init__(self, head: Eagle3Head, target: Decoder, steps: int) -> None:
+        nn.Module.__init__(self)
+        self.head, self.steps = head, steps
+        # In a tuple, so that it is no submodule.
+        self._target = (target.requires_grad_(False),)
+        head.embedding = target.embedded
+        if head.shapes.own_embedding:
+            head.embed_tokens.requires_grad_(False)
+        self.shapes = self.local = head.shapes.trained
+        self.kernels, self.dtype, self.positions = target.kernels, head.dtype, min(head.positions, target.positions)
+        self.group = self.parallel = self.router_balance = None
+        self.shard_spec, self.spans = WHOLE, (whole(1),)
+        self.lm_head = self.score = None
+        self.around_layer, self.replay_count = None, ReplayCount()
+        self.is_frozen = self._has_adapter = False
+        self._packed = None
+
+    @property
+    def target(self) -> Decoder:
+        return self._target[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def frozen_tensors(self) -> list[Tensor]:
+        """Returns the weights of the target."""
+        return list(self.target.parameters())
+
+    def huggingface_parameters(self) -> dict[str, Tensor]:
+        """Returns a view of every trained parameter by its name in the head's folder."""
+        names = dict(self.shapes.own_parameters)
+        return {name: tensor for name, tensor in eagle3_tensors(self.head).items() if name in names}
+
+    def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
+        """Returns what the head gives at each position of a draft for the tokens whose distribution the target computes in the rows ``rows[R]``, which the
+        loss counts."""
+        head, target = self.head, self.target
+        aux = AuxHiddenStates(head.shapes.aux_layers)
+        with torch.no_grad():
+            hidden = target(tokens, positions, context, aux=aux)
+        counted = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device).index_fill(0, rows, True)
+        lengths = [after - before for before, after in itertools.pairwise(context.cu_seqlens.tolist())]
+        ends = torch.cat([torch.full((length,), end, device=tokens.device) for length, end in zip(lengths, context.cu_seqlens[1:].tolist(), strict=True)])
+        state, attention = head.combined(aux.states), _TestTimeAttention(head, context)
+        own, made = torch.arange(len(tokens), device=tokens.device), list[DraftStep]()
+        last = len(head.rotary_tables[0]) - 1
+        for step in range(self.steps):
+            label = own + step + 1
+            following, is_there = label.minimum(ends - 1), label < ends
+            x, state = head.run(tokens[following], (positions + step).clamp_max(last), state, attention)
+            chosen = (is_there & counted[following]).nonzero().squeeze(1)
+            distribution, best, known = self._labels(hidden, following[chosen])
+            values, agrees = checkpoint(self._compared, x.index_select(0, chosen), distribution, best, use_reentrant=False)
+            made.append(DraftStep(values, agrees, torch.ones_like(values), known))
+        return HeadOutputs(of_draft=tuple(made))
+
+    @torch.no_grad()
+    def _labels(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the target's distribution over the head's vocabulary [R, Vd] after the tokens of ``rows``, its most probable token [R] of all, and 1.0 where
+        that is in the head's vocabulary."""
+        ids, parts = self.head.target_ids, []
+        for chosen in rows.split(ROWS_AT_ONCE):
+            logits = self.target.logits(hidden.index_select(0, chosen)).float()
+            parts.append((logits.index_select(1, ids).softmax(1), logits.argmax(1)))
+        if not parts:
+            empty = hidden.new_empty(0, dtype=torch.float32)
+            return empty.new_empty(0, len(ids)), rows, empty
+        distribution, best = (torch.cat(part) for part in zip(*parts, strict=True))
+        return distribution, best, torch.isin(best, ids).float()
+
+    def _compared(self, x: Tensor, distribution: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head.logits(x).float()
+        agrees = (self.head.target_ids[logits.detach().argmax(1)] == best).float()
+        return -(distribution * logits.log_softmax(1)).sum(1), agrees
+
+
+class _TestTimeAttention:
+    """The attention of a head whose positions of a draft are run one after the other; see the module. Shared by the calls of one batch."""
+
+    def __init__(self, head: Eagle3Head, context: PackedContext) -> None:
+        self._kernels, self._context = head.kernels, context
+        self._bounds = context.cu_seqlens.tolist()
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, weights: LayerWeights, qkv: Tensor, rotated: tuple[Rotation, ...]) -> Tensor:
+        layer = weights.attention
+        positions, cos_sin, _ = rotated[layer.rotation]
+        q, k, v = self._kernels.rope(qkv, positions, cos_sin, layer.heads, None, None, layer.eps)
+        self._keys.append(k)
+        self._values.append(v)
+        if len(self._keys) == 1:
+            return attend_packed(self._kernels, layer, q, k, v, self._context).flatten(1)
+        parts = [self._of_sequence(layer, q, first, last) for first, last in itertools.pairwise(self._bounds)]
+        return torch.cat(parts).to(q.dtype)
+
+    def _of_sequence(self, layer: AttentionLayer, q: Tensor, first: int, last: int) -> Tensor:
+        """Returns the attention's output [n, Hq D] of the rows ``first:last`` of one sequence."""
+        query_heads, kv_heads, size = layer.heads
+        count, groups, products = last - first, query_heads // kv_heads, whole_precision(self._kernels)
+        later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        made = []
+        for head in range(kv_heads):
+            own = q[first:last, head * groups : (head + 1) * groups]
+            keys, values = ([each[first:last, head] for each in every] for every in (self._keys, self._values))
+            scores = _product(products, own.reshape(-1, size), keys[0]).view(count, groups, count).masked_fill(later.unsqueeze(1), float("-inf"))
+            drafted = [(own * key.unsqueeze(1)).sum(2, keepdim=True) for key in keys[1:]]
+            shares = (torch.cat((scores, *drafted), dim=2) * layer.scale).softmax(2)
+            mixed = _product(products, shares[..., :count].reshape(-1, count), values[0].t()).view(count, groups, size)
+            for place, value in enumerate(values[1:], count):
+                mixed = mixed + shares[..., place : place + 1] * value.unsqueeze(1)
+            made.append(mixed)
+        return torch.cat(made, dim=1).flatten(1)
+
+
+def _product(kernels: Kernels, x: Tensor, weight: Tensor) -> Any:
+    return kernels.linear(x.contiguous(), weight.contiguous(), None)

@@ -1,0 +1,40 @@
+"""The loss of an EAGLE-3 draft head (Li et al., 2025, section 3.2): the cross-entropy to the target's distribution at every position of a draft."""
+
+from collections.abc import Mapping
+
+import torch
+
+from tandem.model.head_outputs import HeadOutputs
+from tandem.trainer.losses.aggregate import GlobalCounts, weighted_sum
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.step import Loss, LossShare
+
+DECAY = 0.8
+"""The weight of a position of a draft, relative to that of the one before it (as in the code of the paper)."""
+AGREED, COUNTED = "draft/agreed", "draft/counted"
+"""Prefixes of sums by position: tokens at which the head's most probable token is the target's, and all of them."""
+
+
+def make_draft_loss(counts: GlobalCounts) -> Loss:
+    """Returns a loss: the sum over the positions of a draft, each with its weight, of the mean cross-entropy over the counted tokens of the global batch. A
+    token that the target would not take from the head's vocabulary teaches nothing, and counts as one that the head misses."""
+
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
+        assert outputs.of_draft is not None
+        total, sums = torch.zeros((), dtype=torch.float64, device=rows.tokens.device), {}
+        for position, step in enumerate(outputs.of_draft):
+            weights = step.mask.double() * step.known.double()
+            total = total + DECAY**position * weighted_sum(step.cross_entropy, weights) / counts.tokens
+            sums[f"{AGREED}/{position}"] = step.agrees.double().sum()
+            sums[f"{COUNTED}/{position}"] = step.mask.double().sum()
+        return LossShare(total, {"train/loss": total.detach(), **sums}, {})
+
+    return loss
+
+
+def with_acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns ``metrics`` with ``draft/acceptance/K`` in the place of the sums by position: the share of tokens at position K at which the head's most probable
+    token is the target's, as greedy decoding accepts it."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith((AGREED, COUNTED))}
+    counts = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(COUNTED)}
+    return kept | {f"draft/acceptance/{position}": metrics[f"{AGREED}/{position}"] / max(count, 1.0) for position, count in counts.items()}
