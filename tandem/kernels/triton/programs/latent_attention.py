@@ -1,7 +1,7 @@
-"""Causal attention whose values are narrower than its keys, as in latent attention, in tiles of a row's two parts: as many numbers as a value has, and the rest.
+"""Causal attention whose values are narrower than its keys, as in latent attention, in tiles of a row's two parts: as wide as a value, and the rest.
 
-Neither part is padded to the sum of both, so that rows of 512 and 64 numbers (DeepSeek-AI, 2024) fit into the shared memory of a GPU. In a compressed cache, whose
-rows are values too, the first part is loaded once for both. One online softmax (Dao, 2023) goes over blocks of keys at fixed absolute positions; a block
+Neither part is padded to the sum of both, so that rows of 512 and 64 numbers (DeepSeek-AI, 2024) fit into the shared memory of a GPU. In a compressed cache,
+whose rows are values too, the first part is loaded once for both. One online softmax (Dao, 2023) goes over blocks of keys at fixed absolute positions; a block
 that a row does not see adds exact zeros to it, so that neither the tile nor its other rows affect its bits.
 """
 
