@@ -23,12 +23,16 @@ def matrix_parameters(shapes: ModelShapes) -> int:
     return parameters
 
 
-def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:
+def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = False) -> int:
     """Returns the operations of the forward and the backward pass of sequences of ``lengths`` tokens, each of which attends to its own
-    tokens."""
+    tokens. ``absorbed``: latent attention multiplies with compressed vectors, as Tandem's trainer does, instead of expanded keys and values; the matrix within
+    heads is multiplied with as many numbers in both forms."""
     matrices, total = matrix_parameters(shapes), 0
+    attended = shapes.query_size + shapes.attended_size
+    if absorbed and shapes.latent is not None:
+        attended = shapes.num_attention_heads * shapes.latent.absorbed_size
     for length in lengths:
         seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))
         # 12 L H Q T where queries, keys and values have heads of one size.
-        total += length * (6 * matrices + 6 * (shapes.query_size + shapes.attended_size) * seen)
+        total += length * (6 * matrices + 6 * attended * seen)
     return total

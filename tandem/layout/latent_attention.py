@@ -65,6 +65,11 @@ class LatentAttention:
         """Numbers of a token and layer in the KV cache."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @property
+    def absorbed_size(self) -> int:
+        """Numbers that a head multiplies for a pair of a query and a key: with the row, and with the compressed vector that is its value."""
+        return self.cached_size + self.kv_lora_rank
+
     def matrices(self, hidden: int, heads: int) -> tuple[AttentionMatrix, ...]:
         """Returns the matrices before the attention's output."""
         queries = heads * self.head_dim

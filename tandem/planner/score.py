@@ -39,7 +39,7 @@ class Score:
 
     @property
     def model_tflops_per_gpu(self) -> float:
-        flops = self.layout.global_batch * sequence_flops(self.shapes, self.layout.sequence)
+        flops = self.layout.global_batch * sequence_flops(self.shapes, self.layout.sequence, self.layout.trainer is not None)
         return flops / self.step_seconds / self.layout.gpus / 1e12
 
     @property
@@ -68,9 +68,9 @@ class Score:
 
 
 @functools.cache
-def sequence_flops(shapes: ModelShapes, sequence: int) -> int:
-    """Returns the operations of the model for one sequence."""
-    return step_flops(shapes, [sequence])
+def sequence_flops(shapes: ModelShapes, sequence: int, absorbed: bool) -> int:
+    """Returns the operations of the model for one sequence. ``absorbed``: as in ``step_flops``."""
+    return step_flops(shapes, [sequence], absorbed=absorbed)
 
 
 def score(shapes: ModelShapes, layout: TrainingLayout, hardware: Hardware) -> Score:

@@ -136,5 +136,5 @@ def _device_metrics(models: RankModels, speed: DeviceSpeed, sequences: Sequence[
     """Returns this rank's share of the models' operations in an update of ``seconds``, and the peak memory of its GPU."""
     actor = models.actor
     trained = [actor.replica] if actor.critic is None else [actor.replica, actor.critic.replica]
-    flops = models.recipe.algorithm.epochs * sum(step_flops(one.model.shapes, map(forward_tokens, sequences)) for one in trained)
+    flops = models.recipe.algorithm.epochs * sum(step_flops(one.model.shapes, map(forward_tokens, sequences), absorbed=True) for one in trained)
     return {**speed.memory(), **speed.rates(flops / models.rank.ranks.world.size, seconds)}

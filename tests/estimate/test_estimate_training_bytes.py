@@ -62,7 +62,10 @@ def test_state_and_checkpoint_have_the_predicted_bytes(name: str, optimizer: str
 
 def test_each_choice_is_counted() -> None:
     shapes = MODELS["qwen3"]
-    plain, rounded = (predict_rank_memory(shapes, layout_of_trainer(TrainerConfig(precision=name), ParallelConfig(), 100)) for name in ("fp32", "bf16"))
+    plain, halved, rounded = (
+        predict_rank_memory(shapes, layout_of_trainer(TrainerConfig(precision=name), ParallelConfig(), 100)) for name in ("fp32", "bf16", "fp16")
+    )
+    assert halved == plain, "the kernels of a CPU round as they multiply, and keep fp32 operands"
     assert rounded.parameters == rounded.master_weights == plain.parameters == weight_bytes(shapes, "float32") and rounded.activations > plain.activations
     assert state_bytes(shapes, TrainerConfig(offload="nvme")) == 16 << 20
     assert optimizer_bytes(shapes, "adamw8bit") < optimizer_bytes(shapes, "muon") < optimizer_bytes(shapes)

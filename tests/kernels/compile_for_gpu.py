@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tandem.kernels import PagedBatch, empty_cache
+from tandem.kernels import PagedBatch, empty_cache, empty_latent_cache
 from tandem.kernels.triton import launch
 from tandem.kernels.triton.kernels import TritonKernels
 from tandem.kernels.triton.tiles import LinearTile
@@ -120,6 +120,21 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
                 kernels.paged_attention(q, cache, batch, 0.1, 4096, sinks=sinks)
         one = PagedBatch(starts.clamp(max=1), starts[1:], batch.block_tables, positions[:1])
         kernels.paged_attention(q[:1], cache, one, 0.1, None)
+    latent_programs(kernels, dtype)
+
+
+def latent_programs(kernels: Any, dtype: torch.dtype) -> None:
+    """At the sizes of DeepSeek-V2-Lite and of V2 and V3, which have 16 and 128 heads."""
+    starts, positions = torch.tensor([0, 64], dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+    batch = PagedBatch(starts, starts[1:], torch.zeros(1, 32, dtype=torch.int32), positions)
+    for heads, trained, dtypes in ((16, False, (dtype,)), (128, True, (dtype, torch.int8, torch.float8_e4m3fn))):
+        q, rows = torch.zeros(64, heads, 576, dtype=dtype, requires_grad=trained), torch.zeros(64, 1, 576, dtype=dtype, requires_grad=trained)
+        out = kernels.packed_attention(q, rows, rows[..., :512], starts, 64, 0.1, None)
+        if trained:
+            out.sum().backward()
+        for stored in dtypes:
+            (cache,) = empty_latent_cache(64, 576, 1, stored, torch.device("cpu"))
+            kernels.latent_attention(q.detach(), cache, batch, 0.1, 512)
 
 
 if __name__ == "__main__":

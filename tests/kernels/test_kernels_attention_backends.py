@@ -49,6 +49,20 @@ def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels,
     assert not torch.equal(out, kernels.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window))
 
 
+def test_attention_that_a_backend_does_not_compute_stays_with_the_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*given: Any, **named: Any) -> Tensor:
+        raise AssertionError("called")
+
+    installed(monkeypatch, unwanted)
+    changed = with_attention(kernels, "flash3", torch.float32, CPU, deterministic=False)
+    q, k, v = make([5, 40], 16, 4, 2)
+    bounds = bounds_of([5, 40])
+    for values, terms in ((v, {"cap": 2.0}), (v, {"sinks": torch.randn(4)}), (v[..., :12].contiguous(), {})):
+        out, own = (each.packed_attention(q, k, values, bounds, 40, 0.25, None, **terms) for each in (changed, kernels))
+        assert torch.equal(out, own)
+        assert (out - kernels.packed_attention(q, k, v, bounds, 40, 0.25, None)[..., : values.shape[2]]).abs().max() > (1e-4 if terms else -1)
+
+
 @pytest.mark.parametrize("asks", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_torchs_own_is_given_packed_sequences_and_the_keys_beside_a_querys_own(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_gqa(

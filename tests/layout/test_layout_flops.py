@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tandem.layout.flops import matrix_parameters, step_flops
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
@@ -22,6 +23,14 @@ def test_windows_and_experts_count_what_a_token_meets() -> None:
     assert step_flops(LLAMA, [10]) - step_flops(windowed, [10]) == 10 * 12 * 32 * 6
     moe = replace(LLAMA, architecture="mixtral", experts=ExpertShapes(8, 2, 24))
     assert matrix_parameters(moe) - 3 * (32 * 64 + 32 * 32) - 3200 == 3 * 32 * (8 + 3 * 2 * 24)
+
+
+def test_latent_attention_in_its_absorbed_form_multiplies_compressed_vectors() -> None:
+    latent = LatentAttention(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    shapes = replace(LLAMA, num_key_value_heads=4, head_dim=24, latent=latent)
+    # By hand: a head multiplies 16 + 8 and 12 numbers of expanded keys and values, or the row of 32 + 8 and its first 32.
+    assert step_flops(shapes, [10, 5], absorbed=True) - step_flops(shapes, [10, 5]) == 6 * 3 * 4 * ((40 + 32) - (24 + 12)) * (10 * 10 + 5 * 5)
+    assert step_flops(LLAMA, [10], absorbed=True) == step_flops(LLAMA, [10])
 
 
 def test_torch_counts_the_same_operations_in_transformers_model() -> None:

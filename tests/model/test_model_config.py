@@ -230,7 +230,7 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"model_type": "glm4_moe", "n_group": 3, "n_routed_experts": 8}, ["groups 3", "8 experts"]),
         ({"model_type": "glm4_moe", "n_group": 4, "n_routed_experts": 8, "num_experts_per_tok": 3}, ["groups_per_tok 1 of 4 groups of 2", "no 3 experts"]),
-        ({"model_type": "glm4_moe", "first_k_dense_replace": 3}, ["first_k_dense_replace 3", "below the 3 layers"]),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": 4}, ["first_k_dense_replace 4", "at most the 3 layers"]),
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5", "at most 1"]),
         ({"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.2}, ["rotary_fraction 0.2 of 16 numbers is 3", "even"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),

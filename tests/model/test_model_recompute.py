@@ -12,6 +12,7 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
@@ -112,13 +113,18 @@ def test_recomputation_in_mixed_precision_has_the_same_bits() -> None:
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+KEPT = ModelShapes("llama", 61, 128, 6, 4, 2, 32, 384, 1024, False)
+KEPT_LATENT = ModelShapes("deepseek_v3", 61, 128, 6, 6, 6, 48, 384, 1024, False, latent=LatentAttention(64, 32, 16, 24, 48))
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_prediction_of_what_is_kept(recompute) -> None:
-    shapes, tokens = ModelShapes("llama", 61, 128, 6, 4, 2, 32, 384, 1024, False), 1024
+@pytest.mark.parametrize(("shapes", "precision"), [(KEPT, "fp32"), (KEPT, "bf16"), (KEPT_LATENT, "fp32")], ids=["fp32", "bf16", "latent"])
+def test_the_prediction_of_what_is_kept(shapes, precision, recompute) -> None:
+    tokens = 1024
     try:
-        model = Decoder(shapes, select("cpu"))
+        model = Decoder(shapes, in_precision(select("cpu"), precision, torch.device("cpu")))
     except UserError as error:
         pytest.skip(str(error))
     initialise(model, 0, 0.2)
-    (predicted,) = saved_by_stage(shapes, layout_of_trainer(TrainerConfig(recompute=recompute), ParallelConfig(), tokens))
+    (predicted,) = saved_by_stage(shapes, layout_of_trainer(TrainerConfig(recompute=recompute, precision=precision), ParallelConfig(), tokens))
     assert kept_bytes(model, recompute, tokens) == pytest.approx(predicted, rel=0.15)

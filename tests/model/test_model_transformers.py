@@ -64,6 +64,10 @@ CASES |= {
         "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
     ),
     "mixtral window, head size of its own": ("mixtral", {"num_local_experts": 4, "sliding_window": 24, "head_dim": 24}),
+    "glm4_moe, every layer dense": (
+        "glm4_moe",
+        {"num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    ),
 }  # fmt: skip
 LENGTHS = (100, 1, 37)
 

@@ -186,6 +186,8 @@ class LayerTimes:
         queries = max(1, layout.sequence // layout.parallel.context)
         # Of its two products one sums over a head of keys, one returns a head of values.
         head_dim = (self.shapes.query_size + self.shapes.attended_size) // (2 * self.shapes.num_attention_heads)
+        if layout.trainer is not None and self.shapes.latent is not None:
+            head_dim = self.shapes.latent.absorbed_size // 2
         return attention_seconds(
             self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, head_dim, layout.attention_kernel,
             self.given,

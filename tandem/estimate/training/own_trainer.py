@@ -26,6 +26,7 @@ from tandem.estimate.training_bytes import (
     token_sharing,
     working_bytes,
 )
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
@@ -56,7 +57,7 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
     is_last = spans[-1].is_last
     parameters, gradients, optimizer, master = _states(shapes, layout, spans)
     each = [saved_by_layer(shapes, layer, layout).of_rank(layout) for layer in layers]
-    copied = layout.attended * gathered_bytes_per_token(shapes) / parallel.tensor
+    copied = (layout.attended * gathered_bytes_per_token(shapes) + element_bytes(layout) * _absorbed_weights(shapes)) / parallel.tensor
     saved = tokens * (sum(each) + (end_bytes(shapes, layout) if is_last else 0.0)) + copied * (1 if trainer.recompute == "full" else len(layers))
     working = tokens * max(working_by_layer(shapes, layer, layout) for layer in layers)
     most_saved = float("inf")
@@ -103,7 +104,8 @@ def saved_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> L
     experts = shapes.experts_of(layer)
     inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
     # What was gathered is not an output of a kernel that could be called again.
-    again = each * ((0 if _gathers_inputs(layout) else inner) + (shapes.qkv_size if _rotates_apart(shapes, layout) else 0))
+    rotated = shapes.qkv_size if _rotates_apart(shapes, layout) and shapes.latent is None else 0
+    again = each * ((0 if _gathers_inputs(layout) else inner) + rotated)
     dropped = 2 * each * hidden if layout.on_cpu and not layout.shares_tokens else 0
     return LayerBytes(everything.replicated - dropped, everything.divided - again, everything.gathered)
 
@@ -114,9 +116,13 @@ def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> Laye
     counted = whole_layer_bytes(shapes, layer, each)
     replicated = counted.replicated + 2 * (DTYPE_BYTES[trainer.dtype] - each) * hidden
     divided = counted.divided + (each * shapes.qkv_size if _rotates_apart(shapes, layout) else 0)
+    if shapes.latent is not None:
+        own = _absorbed(shapes, shapes.latent, rotates_apart=_rotates_apart(shapes, layout))
+        replicated += each * (own.replicated - shapes.latent.compressed_size)
+        divided = counted.divided + each * (own.divided - shapes.qkv_size - shapes.attended_size)
     experts = shapes.experts_of(layer)
     routed, inner = (1, shapes.intermediate_size) if experts is None else (experts.num_experts_per_tok, experts.intermediate_size)
-    if layout.on_cpu and trainer.precision != "fp32":
+    if _keeps_rounded(layout):
         # Emulated precision also saves the rounded input of every product.
         replicated += 4 * hidden * (1 + routed)
         divided += 4 * (shapes.query_size + routed * inner)
@@ -147,7 +153,7 @@ def working_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) ->
 def end_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
     """Returns the bytes of the last norm's input and output for one token."""
     trainer = trainer_of(layout)
-    rounded = 4 if layout.on_cpu and trainer.precision != "fp32" else 0
+    rounded = 4 if _keeps_rounded(layout) else 0
     own, normed = DTYPE_BYTES[trainer.dtype] * shapes.hidden_size, (element_bytes(layout) + rounded) * shapes.hidden_size
     # The head's input is gathered too.
     return (LayerBytes(own, 0, normed) if layout.shares_tokens else LayerBytes(own + normed, 0)).of_rank(layout)
@@ -187,10 +193,34 @@ def _states(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) 
         optimizer = STAGING_BYTES if layout.on_cpu else PIECES_BYTES
     else:
         optimizer = cut(state_bytes(shapes, trainer) // parallel.tensor, 1) + working_bytes(shapes, trainer, parallel)
-    if trainer.precision == "fp32":
+    if trainer.precision == "fp32" or (layout.on_cpu and not _keeps_rounded(layout)):
         return cut(weights, 3), gradients, optimizer, 0
-    # Every matrix exists once more, rounded, until its backward pass: in 16 bits on a GPU, in fp32 where a CPU emulates them.
+    # Every matrix exists once more, rounded, until its backward pass: in 16 bits on a GPU, in fp32 where a CPU emulates fp16 or fp8.
     return cut(weights if layout.on_cpu else weights // 2, 4), gradients, optimizer, cut(weights, 3)
+
+
+def _keeps_rounded(layout: TrainingLayout) -> bool:
+    """Returns whether the rounded operands of products are kept in fp32 until the backward pass: on a CPU all but those of bf16, which the kernels round as
+    they multiply (``kernels.mixed``)."""
+    return layout.on_cpu and trainer_of(layout).precision in ("fp16", "fp8")
+
+
+def _absorbed(shapes: ModelShapes, latent: LatentAttention, *, rotates_apart: bool) -> LayerBytes:
+    """Returns the numbers that latent attention in its absorbed form saves for one token. Of each head: the queries in the space of the compressed vector, and
+    what attention returns twice, as it is and sorted by heads; queries without rotation, sorted too, and the values that leave. Of all heads: the inputs and
+    outputs of the norms, the key, and the value apart from it. Rotation saves its input, and its outputs stay with it."""
+    nope, rope, rank = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank
+    of_head = nope + latent.cached_size + 2 * rank + latent.v_head_dim
+    of_all = 2 * latent.q_lora_rank + 2 * rank + latent.cached_size
+    if rotates_apart:
+        of_head, of_all = of_head + 2 * rope, of_all + 3 * rope
+    return LayerBytes(of_all, shapes.num_attention_heads * of_head)
+
+
+def _absorbed_weights(shapes: ModelShapes) -> int:
+    """Returns the numbers of a layer's matrix within heads, of which the absorbed form makes a copy sorted by heads that the backward pass needs."""
+    latent = shapes.latent
+    return 0 if latent is None else shapes.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank
 
 
 def _shares(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) -> tuple[float, float]:

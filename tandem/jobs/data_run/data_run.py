@@ -123,7 +123,7 @@ class DataRun(Run):
                 sequences = self.sequences(batch)
                 counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
                 sharing = self.ranks.world.size // self.ranks.data.size
-                self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences)) / sharing
+                self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences), absorbed=True) / sharing
             if self.record is not None:
                 self.record.step = step
                 self.record.batch(sequences)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
-from tandem.kernels.triton.launch import IS_INTERPRETED, KV_CODES, UNFUSED, check, dense, power_of_two, processors
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.triton.launch import IS_INTERPRETED, KV_CODES, UNFUSED, check, dense, places, power_of_two, processors, stored_bytes
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
 from tandem.types import UserError
@@ -39,12 +39,12 @@ def paged(
     """Runs ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: whichever fills the
     device); the bits are the same."""
     check("attention q", q, None, None, cache.keys.shape[2] * (2 if cache.keys.dtype == torch.uint8 else 1))
-    keys, values = _bytes(cache.keys), _bytes(cache.values)
+    keys, values = stored_bytes(cache.keys), stored_bytes(cache.values)
     width = batch.block_tables.shape[1]
     most = -(-width * BLOCK_TOKENS // tiles.split)
     tokens, query_heads, size = q.shape
     if splits is None:
-        busy = _places(len(batch.query_start) - 1, tokens, query_heads // keys.shape[1], tiles.attention_rows) * keys.shape[1]
+        busy = places(len(batch.query_start) - 1, tokens, query_heads // keys.shape[1], tiles.attention_rows) * keys.shape[1]
         partial = tokens * query_heads * most * (size + 2) * 4
         splits = most > 1 and busy < 2 * processors(q.device) and partial <= _MOST_PARTIAL
     return _launch(
@@ -53,18 +53,10 @@ def paged(
     )  # fmt: skip
 
 
-def latent(q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, tiles: Tiles) -> Tensor:
-    """Runs ``Kernels.latent_attention`` with values of all numbers of a row, one program for all splits."""
-    check("attention q", q, None, None, cache.rows.shape[2])
-    rows, starts, tables = _bytes(cache.rows), batch.query_start, dense(batch.block_tables)
-    codes = KV_CODES.get(cache.rows.dtype, 0)
-    return _launch(q, rows, rows, cache.scales, cache.scales, starts, batch.context_lens, tables, 1, scale, None, tiles, 0, codes, is_latent=True)
-
-
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, starts: Tensor, lengths: Tensor, tables: Tensor,
     kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
-    log_total: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None, is_latent: bool = False,
+    log_total: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Launches the program. ``splits``: ``None`` for packed keys; paged, 0 for one program over all splits, else the maximum number of
     programs."""
@@ -94,14 +86,13 @@ def _launch(
     if splits:
         partial = torch.empty(*shape, size, dtype=torch.float32, device=q.device)
         partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
-    grid = (_places(sequences, tokens, group, rows), kv_heads, splits or 1)
-    kind = 0 if splits is None else 1 + is_latent
+    grid = (places(sequences, tokens, group, rows), kv_heads, splits or 1)
     programs.attention[grid](
         q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
         out if log_total is None else log_total, partial, partial_largest, partial_total, out if sinks is None else sinks,
         sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
         scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None, SINKS=sinks is not None,
-        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=kind,
+        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, CAP=(cap or 0.0) * LOG2_E, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
         CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
         num_warps=warps, num_stages=tiles.attention_stages, **UNFUSED,
     )  # fmt: skip
@@ -112,14 +103,3 @@ def _launch(
             SINKS=sinks is not None, WINDOW=window or 0, SPLIT=tiles.split, D=size, BLOCK_H=heads, BLOCK_D=block_d, num_warps=4, **UNFUSED,
         )  # fmt: skip
     return out
-
-
-def _places(sequences: int, tokens: int, group: int, rows: int) -> int:
-    """Returns the maximum number of tiles of ``rows`` rows: one more per sequence than the rows fill (see ``sequence_of``)."""
-    group_rows = power_of_two(group)
-    return tokens // (max(rows, group_rows) // group_rows) + sequences
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Returns e4m3 as bytes: the programs decode it themselves, also on devices without that type."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

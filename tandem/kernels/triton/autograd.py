@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.reference_dtype import soft_cap_slope
-from tandem.kernels.triton import attention, attention_backward, rope, rows, rows_backward
+from tandem.kernels.triton import attention, attention_backward, latent_attention, rope, rows, rows_backward
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.tiles import Tiles
 from tandem.layout.shapes import Activation
@@ -174,6 +174,20 @@ class PackedAttention(torch.autograd.Function):
         *saved, sinks = ctx.saved_tensors
         by_sinks = attention_backward.sinks(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[8] else None
         return *attention_backward.packed(grad, *saved, *ctx.settings), None, None, None, None, None, by_sinks
+
+
+class LatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, tiles: Tiles) -> Tensor:
+        log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = latent_attention.packed(q, k, v, cu_seqlens, scale, tiles, log_total)
+        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
+        ctx.settings = scale, tiles
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *latent_attention.gradients(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):

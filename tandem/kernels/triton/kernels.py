@@ -9,7 +9,7 @@ from tandem.kernels.last_queries import attend_last
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference import ReferenceKernels
-from tandem.kernels.triton import attention, autograd, rope, rows
+from tandem.kernels.triton import attention, autograd, latent_attention, rope, rows
 from tandem.kernels.triton import linear as products
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.autograd import through_reference, wants_grad
@@ -116,10 +116,15 @@ class TritonKernels(PlainPacking):
     ) -> Tensor:
         if q.dtype not in DTYPES:
             return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
-        if v.shape[2] != k.shape[2]:
+        narrow = v.shape[2] != k.shape[2]
+        if narrow and not (window is None and cap is None and sinks is None):
             return attend_wide(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if query_start is not None:
             return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap, sinks=sinks)
+        if narrow:
+            if wants_grad(q, k, v):
+                return autograd.LatentAttention.apply(q, k, v, cu_seqlens, scale, self._tiles[q.dtype])  # type: ignore[no-any-return]
+            return latent_attention.packed(q, k, v, cu_seqlens, scale, self._tiles[q.dtype])
         if wants_grad(q, k, v, sinks):
             return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype], sinks)  # type: ignore[no-any-return]
         return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap, sinks=sinks)
@@ -134,7 +139,7 @@ class TritonKernels(PlainPacking):
     def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
         if q.dtype not in DTYPES:
             return self._reference.latent_attention(q, cache, batch, scale, value_size)
-        return attention.latent(q, cache, batch, scale, self._tiles[q.dtype])[..., :value_size]
+        return latent_attention.paged(q, cache, batch, scale, value_size, self._tiles[q.dtype])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:

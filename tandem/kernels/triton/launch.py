@@ -26,6 +26,17 @@ def dense(x: Tensor) -> Tensor:
     return x.detach().contiguous()
 
 
+def stored_bytes(tensor: Tensor) -> Tensor:
+    """Returns e4m3 as bytes: the programs decode it themselves, also on devices without that type."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def places(sequences: int, tokens: int, group: int, rows: int) -> int:
+    """Returns the maximum number of tiles of ``rows`` rows: one more per sequence than the rows fill (see ``sequence_of``)."""
+    group_rows = power_of_two(group)
+    return tokens // (max(rows, group_rows) // group_rows) + sequences
+
+
 def check(name: str, x: Tensor, *shape: int | None) -> None:
     """Raises for an ``x`` of another shape (``None``: any length), of an unsupported dtype, or on an unsupported device."""
     if x.dim() != len(shape) or any(want is not None and have != want for have, want in zip(x.shape, shape, strict=True)):

@@ -17,12 +17,24 @@ class LinearTile(NamedTuple):
     stages: int
 
 
+class LatentTile(NamedTuple):
+    """Rows and keys of a tile of attention whose values are narrower than its keys; ``warps`` and pipeline ``stages`` of its program."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_LATENT = LatentTile(16, 16, 8, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """``attention_rows`` x ``attention_keys``: a tile of scores. ``split``: absolute positions that are summed from zero. ``linear``: the
     smallest tile first; all of them must give an output the same bits. ``vocabulary``: ids per block of a row of logits. ``backward``: rows
     and keys of a tile of attention's gradients. ``tall_rows``, ``tall_warps``: of attention's tile where sequences have rows enough (0: none
-    such); a row keeps its bits."""
+    such); a row keeps its bits. ``latent``, ``latent_backward``: tiles of latent attention and of its gradients."""
 
     attention_rows: int
     attention_keys: int
@@ -34,6 +46,8 @@ class Tiles:
     attention_stages: int = 2
     tall_rows: int = 0
     tall_warps: int = 8
+    latent: LatentTile = _LATENT
+    latent_backward: LatentTile = _LATENT
 
 
 _HALF = (LinearTile(64, 32, 128, 4, 6), LinearTile(64, 64, 128, 4, 4), LinearTile(64, 256, 64, 4, 4), LinearTile(128, 256, 64, 8, 3))
@@ -47,7 +61,7 @@ def tiles_for(dtype: torch.dtype) -> Tiles:
     """Returns the tiles for ``dtype``. In 16 bits tiles of 64 rows and more are multiplied by the same instruction, whose k is 16; this
     includes decoding a single row, which is bound by memory however many rows are padded."""
     if dtype in (torch.bfloat16, torch.float16):
-        return Tiles(64, 64, 256, _HALF, backward=64, tall_rows=128)
+        return Tiles(64, 64, 256, _HALF, backward=64, tall_rows=128, latent=LatentTile(64, 32, 8, 2), latent_backward=LatentTile(32, 32, 8, 1))
     return Tiles(32, 32, 256, _FULL, attention_warps=8, attention_stages=1)
 
 

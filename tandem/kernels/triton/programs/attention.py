@@ -24,20 +24,16 @@ def _load_keys(
     k, scales, table, at, read, head, d, start_row, kv_heads,
     MASKED: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``PAGED``: 1 from a cache of transposed
-    keys, 2 from one of rows that are values too. ``CODES``: 0 values, 1 int8, 2 e4m3, 3 pairs of 4 bits, whose high ones are
-    those of the second half of a head, and which rows that are values too never have."""
+    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``PAGED``: from a cache of transposed
+    keys. ``CODES``: 0 values, 1 int8, 2 e4m3, 3 pairs of 4 bits, whose high ones are those of the second half of a head."""
     mask = (d < D)[:, None] & read[None, :]
     UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
         block = _block_of(table, at, read, MASKED)
         STORED: tl.constexpr = D // 2 if CODES == 3 else D
-        if PAGED == 2:
-            offset = ((block * kv_heads + head) * 16 + at % 16)[None, :] * D + d[:, None]
-        else:
-            offset = ((block * kv_heads + head) * STORED * 16 + at % 16)[None, :] + (d % STORED if CODES == 3 else d)[:, None] * 16
-            # Sixteen keys are contiguous, and every block starts at a multiple of 16.
-            offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
+        offset = ((block * kv_heads + head) * STORED * 16 + at % 16)[None, :] + (d % STORED if CODES == 3 else d)[:, None] * 16
+        # Sixteen keys are contiguous, and every block starts at a multiple of 16.
+        offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
         keys = tl.load(k + offset) if UNMASKED else tl.load(k + offset, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
