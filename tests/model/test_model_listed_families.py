@@ -92,6 +92,11 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_hidden_layers": 3, "shared_expert_intermediate_size": 40},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "qwen3_next": {
+        **EXPERTS, "num_hidden_layers": 4, "shared_expert_intermediate_size": 40, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3,
+    },
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
@@ -139,7 +144,7 @@ def exact_norm(module: Any, hidden: Tensor) -> Tensor:
     """The norm without the rounding to fp32 in transformers."""
     if type(module).__name__.endswith("LayerNorm"):
         return module.weight * nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=module.variance_epsilon)
-    if type(module).__name__.startswith("Gemma"):
+    if type(module).__name__.startswith(("Gemma", "Qwen3Next")):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + module.weight, module.eps)
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
 
@@ -154,6 +159,23 @@ def exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = nn.functional.linear(hidden, module.weight)
     gates, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
     return logits, gates / gates.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else gates, experts
+
+
+def exact_gated_norm(module: Any, hidden: Tensor, gate: Tensor) -> Tensor:
+    """The norm of linear attention's output without the rounding to fp32 in transformers."""
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon) * nn.functional.silu(gate)
+
+
+def exact_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **further: Any) -> tuple[Tensor, None]:
+    """The gated delta rule of one sequence by its definition, without the rounding to fp32 in transformers."""
+    repeats = value.shape[2] // query.shape[2]
+    q, k = ((x[0] / (x[0].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1) for x in (query, key))
+    state, outputs = torch.zeros(*k.shape[1:], value.shape[3], dtype=value.dtype), []
+    for t in range(len(q)):
+        state = torch.einsum("hij,h->hij", state, g[0, t].exp())
+        state = state + torch.einsum("hi,hj,h->hij", k[t], value[0, t] - torch.einsum("hi,hij->hj", k[t], state), beta[0, t])
+        outputs.append(torch.einsum("hi,hij->hj", q[t], state) * q.shape[2] ** -0.5)
+    return torch.stack(outputs).unsqueeze(0), None
 
 
 def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,6 +272,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
     for module in peer.modules():
         if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
             monkeypatch.setattr(type(module), "forward", exact_norm)
+        if type(module).__name__.endswith("RMSNormGated"):
+            monkeypatch.setattr(type(module), "forward", exact_gated_norm)
         # That of gpt-oss computes in the dtype of its inputs.
         if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
             monkeypatch.setattr(type(module), "forward", exact_router)
@@ -257,6 +281,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
             is_v2 = type(module).__name__.startswith("DeepseekV2")
             monkeypatch.setattr(type(module), "forward", exact_group_router if is_v2 else exact_sigmoid_router)
     monkeypatch.setattr("transformers.models.deepseek_v2.modeling_deepseek_v2.apply_rotary_emb", exact_rotation)
+    monkeypatch.setattr("transformers.models.qwen3_next.modeling_qwen3_next.torch_chunk_gated_delta_rule", exact_delta_rule)
+    monkeypatch.setattr(Tensor, "float", lambda x: x)
     peer.set_experts_implementation("eager")
     monkeypatch.setattr(nn.functional, "softmax", exact_softmax)
     decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)

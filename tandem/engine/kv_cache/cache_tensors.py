@@ -11,20 +11,40 @@ from torch import Tensor
 
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import CacheLayer, empty_cache, empty_latent_cache, stored_dtype
+from tandem.kernels.api import StateLayer, untouched_zeros
 from tandem.kernels.mixed import activation_dtype
+from tandem.layout.linear_attention import LinearAttention
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
-def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[CacheLayer]:
-    """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
+def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto", rows: int = 0) -> list[CacheLayer]:
+    """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank; layers with linear attention have ``rows`` rows of
+    states in place of blocks."""
     local, weights = decoder.local, decoder.embed_tokens
     computed = activation_dtype(decoder.kernels, weights.dtype)
     if local.latent is not None:
         # All tensor-parallel ranks hold the whole of it.
         return [*empty_latent_cache(blocks, local.latent.cached_size, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
     sizes = (blocks, local.num_key_value_heads, local.head_dim)
-    return [*empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)]
+    of_blocks = iter(empty_cache(sizes, local.cached_layers, stored_dtype(kv_cache_dtype, computed), weights.device))
+    linear = (local.linear_attention_of(layer) for layer in range(local.num_hidden_layers))
+    return [next(of_blocks) if each is None else empty_states(each, rows, weights.dtype, weights.device) for each in linear]
+
+
+def empty_states(sizes: LinearAttention, rows: int, dtype: torch.dtype, device: torch.device) -> StateLayer:
+    """Returns the states of ``rows`` sequences in a layer of a model of ``dtype``, in at least fp32."""
+    zeros = lambda *shape: untouched_zeros((rows, *shape), torch.promote_types(dtype, torch.float32), device)
+    return StateLayer(zeros(sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim), zeros(sizes.kernel_size - 1, sizes.mixed_size))
+
+
+def copy_states(caches: Sequence[CacheLayer], copies: Sequence[tuple[int, int]]) -> None:
+    """Copies the states at row ``source`` of every layer that has any to row ``target``, for each of ``copies``."""
+    states = [layer for layer in caches if isinstance(layer, StateLayer)] if copies else []
+    for layer in states:
+        source, target = torch.tensor(copies, device=layer.inputs.device).unbind(1)
+        for tensor in layer:
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
@@ -35,7 +55,7 @@ def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
             return None
         return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
-    return [type(layer)(*map(like, layer)) for layer in caches]
+    return [layer if isinstance(layer, StateLayer) else type(layer)(*map(like, layer)) for layer in caches]
 
 
 class Moves(NamedTuple):
