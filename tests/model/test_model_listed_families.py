@@ -166,7 +166,7 @@ def exact_gated_norm(module: Any, hidden: Tensor, gate: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon) * nn.functional.silu(gate)
 
 
-def exact_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **further: Any) -> tuple[Tensor, None]:
+def exact_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
     """The gated delta rule of one sequence by its definition, without the rounding to fp32 in transformers."""
     repeats = value.shape[2] // query.shape[2]
     q, k = ((x[0] / (x[0].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1) for x in (query, key))
@@ -175,7 +175,7 @@ def exact_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, be
         state = torch.einsum("hij,h->hij", state, g[0, t].exp())
         state = state + torch.einsum("hi,hj,h->hij", k[t], value[0, t] - torch.einsum("hi,hij->hj", k[t], state), beta[0, t])
         outputs.append(torch.einsum("hi,hij->hj", q[t], state) * q.shape[2] ** -0.5)
-    return torch.stack(outputs).unsqueeze(0), None
+    return torch.stack(outputs).unsqueeze(0), state.unsqueeze(0)
 
 
 def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,6 +312,10 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
 def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    if read_model_sizes(tiny.folder).linear_attention is not None:
+        with pytest.raises(UserError, match="layers with linear attention, which can have no adapter"):
+            load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, target_modules=("q_proj",)))
+        return
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
     if all_families()[tiny.family].latent is not None:
         modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
@@ -337,7 +341,8 @@ def test_a_folder_goes_there_and_back_and_its_parameters_are_counted(tiny: Tiny,
     assert type(returned) is type(tiny.peer)
     assert returned.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in returned.state_dict().items())
-    assert torch.equal(peer_logits(returned), peer_logits(tiny.peer))
+    # Where tensors lie in memory may change the last bits of transformers.
+    assert (peer_logits(returned) - peer_logits(tiny.peer)).abs().max() < 1e-5
     for folder in (tiny.folder, tmp_path / "ours"):
         sizes = read_model_sizes(folder)
         assert sizes == decoder.shapes
@@ -436,6 +441,13 @@ def test_the_document_has_the_table_of_the_declarations() -> None:
 def test_two_ranks_hold_every_parameter_once_or_the_model_is_refused_by_name(tiny: Tiny) -> None:
     shapes = read_model_sizes(tiny.folder)
     ranks = [ShardSpec(rank, 2) for rank in range(2)]
+    if shapes.linear_attention is not None:
+        with pytest.raises(ValueError, match="layers with linear attention are not divided over 2 tensor-parallel ranks; use 1"):
+            ranks[0].check(shapes)
+        for axis in ("tensor", "pipeline", "context"):
+            with pytest.raises(UserError, match=f"'parallel.{axis}' is 2; this {tiny.family} model has layers with linear attention, which are not divided"):
+                check_layout(shapes, ParallelConfig(**{axis: 2}))
+        return
     if shapes.qk_norm_all_heads:
         with pytest.raises(ValueError, match=r"norms of queries and keys are over all heads, .* use 1"):
             ranks[0].check(shapes)
