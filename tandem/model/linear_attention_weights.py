@@ -9,6 +9,10 @@ from tandem.layout.linear_attention import LinearAttention
 from tandem.model.linear import Linear
 
 
+VECTORS = {"decay_bias": "dt_bias", "decay_log": "A_log", "convolution": "conv1d.weight", "norm": "norm.weight"}
+"""The parameters that are no matrices, and their names in the folder after ``linear_attn.``."""
+
+
 class LinearAttentionProjections(nn.Module):
     """The matrices before the output's, by their names in the folder. ``convolution[C, 1, K]``; ``decay_bias`` and ``decay_log`` [Hv]; ``norm[Dv]``, of each
     head's output, which multiplies with its weights also where the model's others multiply with 1 plus them."""
@@ -28,7 +32,7 @@ class LinearAttentionProjections(nn.Module):
 
     def vectors(self) -> dict[str, nn.Parameter]:
         """Returns the other parameters by their names in the folder."""
-        return {"dt_bias": self.decay_bias, "A_log": self.decay_log, "conv1d.weight": self.convolution, "norm.weight": self.norm}
+        return {there: getattr(self, here) for here, there in VECTORS.items()}
 
     def weights(self, qkvz: Any, ba: Any) -> "LinearAttentionWeights":
         """Returns the form of the forward pass with plain or packed matrices."""
