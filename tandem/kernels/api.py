@@ -82,8 +82,8 @@ class LatentLayer(NamedTuple):
 
 
 class StateLayer(NamedTuple):
-    """What one layer with linear attention keeps of R running sequences, a row for each, however long they are: ``matrices[R, Hv, Dk, Dv]``, and ``inputs[R, K -
-    1, C]``, the last inputs of its convolution. It has no blocks."""
+    """What one layer with linear attention keeps of R running sequences, a row for each, however long they are: ``matrices[R, Hv, Dk, Dv]``, and
+    ``inputs[R, K - 1, C]``, the last inputs of its convolution. It has no blocks."""
 
     matrices: Tensor
     inputs: Tensor

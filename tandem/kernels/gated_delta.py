@@ -84,9 +84,10 @@ class ReferencePasses:
         own = Gradients(*(torch.empty_like(each) for each in (q, k, v, decay, beta)))
         step = lambda state, t: _step(state, q[t], k[t], v[t], decay[t], beta[t])[0]
         for start, end in itertools.pairwise(bounds.tolist()):
-            kept = [v.new_zeros(heads, q_size, v_size)]
+            state = v.new_zeros(heads, q_size, v_size)
+            kept = [state]
             for t in range(start, end):
-                state = step(kept[-1] if (t - start) % CHUNK_TOKENS == 0 else state, t)
+                state = step(state, t)
                 if (t + 1 - start) % CHUNK_TOKENS == 0:
                     kept.append(state)
             of_state = torch.zeros_like(kept[0])

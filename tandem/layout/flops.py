@@ -14,7 +14,7 @@ def matrix_parameters(shapes: ModelShapes) -> int:
     embedding."""
     parameters = shapes.head_rows * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
-        parameters += shapes.attention_weights
+        parameters += shapes.attention_weights(layer)
         experts = shapes.experts_of(layer)
         if experts is None:
             parameters += shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
@@ -28,7 +28,7 @@ def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:
     tokens."""
     matrices, total = matrix_parameters(shapes), 0
     for length in lengths:
-        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))
+        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers) if shapes.linear_attention_of(layer) is None)
         # 12 L H Q T where queries, keys and values have heads of one size.
         total += length * (6 * matrices + 6 * (shapes.query_size + shapes.attended_size) * seen)
     return total

@@ -23,8 +23,8 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
         for name in ("tensor", "context", "pipeline", "expert"):
             if getattr(parallel, name) > 1:
                 raise UserError(
-                    f"'parallel.{name}' is {getattr(parallel, name)}; this {shapes.architecture} model has layers with linear attention, which are not divided: "
-                    "leave it at 1, and use parallel.data with parallel.zero"
+                    f"'parallel.{name}' is {getattr(parallel, name)}; this {shapes.architecture} model has layers with linear attention, which are not "
+                    "divided: leave it at 1, and use parallel.data with parallel.zero"
                 )
     counts = {"num_attention_heads": shapes.num_attention_heads}
     if not repeats_heads or tensor % shapes.num_key_value_heads:

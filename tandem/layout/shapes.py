@@ -263,8 +263,8 @@ class ModelShapes:
     def _check_linear_attention(self, linear: LinearAttention) -> None:
         if list(linear.layers) != sorted(set(linear.layers) & set(range(self.num_hidden_layers))) or len(linear.layers) == self.num_hidden_layers:
             raise ValueError(
-                f"model linear attention's layers are {list(linear.layers)}; they must be some of 0 to {self.num_hidden_layers - 1}, ascending, and leave one to "
-                "softmax attention"
+                f"model linear attention's layers are {list(linear.layers)}; they must be some of 0 to {self.num_hidden_layers - 1}, ascending, and leave "
+                "one to softmax attention"
             )
         if self.lora is not None:
             raise ValueError("model has layers with linear attention, which can have no adapter; leave trainer.lora out")
@@ -474,10 +474,10 @@ class ModelShapes:
         )
         return (*into, AttentionMatrix("o_proj", self.hidden_size, self.attended_size, False))
 
-    @property
-    def attention_weights(self) -> int:
-        """The weights of a layer's attention that a token is multiplied with."""
-        return sum(each.outputs * each.inputs for each in self.attention_matrices)
+    def attention_weights(self, layer: int) -> int:
+        """Returns the weights of the attention in ``layer`` that a token is multiplied with."""
+        linear = self.linear_attention_of(layer)
+        return sum(each.outputs * each.inputs for each in (self.attention_matrices if linear is None else linear.matrices(self.hidden_size)))
 
 
 _OF_ATTENTION = (*ATTENTION_MODULES, *LATENT_MODULES)

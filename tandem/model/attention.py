@@ -79,8 +79,8 @@ def rotations(positions: Tensor, tables: tuple[Tensor, ...], order: Tensor | Non
 def attend(
     kernels: Kernels, layer: AttentionLayer, qkv: Tensor, rotation: Rotation, context: AttentionContext | SharedContext, kv_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]``, with gates ``[T, 2 (Hq + Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values
-    are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
+    """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]``, or with gates ``[T, 2 (Hq + Hkv) D]`` -> [T, Hq D].
+    ``kv_dtype``: packed keys and values are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
     positions, cos_sin, order = rotation
     q_norm, k_norm, gates = layer.q_norm, layer.k_norm, None
     if layer.gated:

@@ -14,7 +14,8 @@ from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of,
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fills every parameter: norms to multiply with 1, biases with 0 (of the decay of linear attention with 1), matrices and sinks from a normal distribution of ``standard_deviation``, divided by
+    """Fills every parameter: norms to multiply with 1, biases with 0 (of the decay of linear attention with 1), matrices and
+    sinks from a normal distribution of ``standard_deviation``, divided by
     sqrt(2 layers) for matrices that write to the residual stream (Radford et al., 2019, section 2.3).
 
     Each matrix is drawn in fp32 on one CPU thread by a generator seeded with ``seed`` and its Hugging Face name, so that the values do not

@@ -91,8 +91,8 @@ class Layer(nn.Module):
         if shapes.lora is not None:
             attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
             into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
-            for linear, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
-                linear.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
+            for matrix, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
+                matrix.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 
     def norms(self) -> dict[str, nn.Parameter]:
         """Returns the weights of its norms of the residual stream, and of what is added to it, by name."""

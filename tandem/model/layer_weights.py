@@ -9,8 +9,8 @@ from tandem.layout.shapes import Activation, ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.attention import AttentionLayer
 from tandem.model.latent_projections import LatentWeights
-from tandem.model.linear_attention_weights import LinearAttentionWeights
 from tandem.model.layer import Layer, factor_of_norm
+from tandem.model.linear_attention_weights import LinearAttentionWeights
 from tandem.model.moe import ExpertLayer
 
 

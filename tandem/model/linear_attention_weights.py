@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from tandem.layout.linear_attention import LinearAttention
 from tandem.model.linear import Linear
 
-
 VECTORS = {"decay_bias": "dt_bias", "decay_log": "A_log", "convolution": "conv1d.weight", "norm": "norm.weight"}
 """The parameters that are no matrices, and their names in the folder after ``linear_attn.``."""
 

@@ -101,8 +101,11 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
 
 def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., Path]) -> None:
     folders = folders_of(make_folder, "qwen3_next")
-    for speculation, settings, name in (("ngram", {}, "speculative_config"), ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora")):
-        with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave it out"):
+    asked: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("ngram", {}, "speculative_config"), ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
+    )  # fmt: skip
+    for speculation, settings, name in asked:
+        with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):
             start(folders, 16, "roomy", speculation, **settings)
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):
         LLM(make_folder("qwen3", 0), speculative_config={"method": "draft", "model": folders["plain"]})

@@ -105,7 +105,8 @@ def prefill_input(chunks: tuple[ScheduledPrefill, ...], device: torch.device) ->
 def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
     """Returns ``batch`` with every tensor that the model reads on ``device``."""
     paged = batch.paged
-    moved = PagedBatch(*(to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots)), paged.state_rows)
+    query_start, context_lens, tables, slots = (to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots))
+    moved = PagedBatch(query_start, context_lens, tables, slots, None if paged.state_rows is None else to_device(paged.state_rows, device))
     return batch._replace(tokens=to_device(batch.tokens, device), positions=to_device(batch.positions, device), paged=moved)
 
 

@@ -1,6 +1,7 @@
 """Bindings of the C++ passes of the gated delta rule."""
 
-from torch import Tensor, bool as boolean, empty_like, int64
+from torch import Tensor, empty_like, int64
+from torch import bool as boolean
 
 from tandem.kernels.api import DeltaStates
 from tandem.kernels.cpu.calls import address, dense, indices

@@ -7,7 +7,17 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import DeltaStates, KVLayer, LatentLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
+from tandem.kernels.api import (
+    DeltaStates,
+    KVLayer,
+    LatentLayer,
+    PackedGroups,
+    PackedWeight,
+    PagedBatch,
+    Routing,
+    SampledRows,
+    TokenLogprobs,
+)
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.bf16_calls import Bf16Calls

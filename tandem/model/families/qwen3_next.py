@@ -1,4 +1,5 @@
-"""Qwen3-Next (Qwen team, 2025): linear attention by the gated delta rule in three of four layers, gated softmax attention in the others, and a mixture of many small experts with a shared one."""
+"""Qwen3-Next (Qwen team, 2025): linear attention by the gated delta rule in three of four layers, gated softmax attention in the others, and a mixture
+of many small experts with a shared one."""
 
 from dataclasses import replace
 from typing import Any

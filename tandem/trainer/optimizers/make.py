@@ -39,7 +39,8 @@ def make_piece_optimizer(
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(("router", "shared_gate", "convolution"))]
+        others = ("router", "shared_gate", "convolution")
+        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(others)]
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
         whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate"))]
