@@ -12,8 +12,8 @@ from ranks import RankContext
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.mesh import GroupName
 from tandem.layout.linear_attention import LinearAttention
+from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, SoftmaxRouting, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
