@@ -407,11 +407,13 @@ def test_a_part_of_each_head_that_is_rotated_is_that_of_transformers(
     assert (logits_of(decoder) - peer_logits(peer)).abs().max() < 1e-4
 
 
-def test_layers_that_predict_further_tokens_are_left_out(peer_model: Callable[..., Any], tmp_path: Path) -> None:
-    peer = peer_model("glm4_moe", **TINY["glm4_moe"])
+@pytest.mark.parametrize("case", [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")])
+def test_layers_that_predict_further_tokens_are_left_out(case: tuple[str, str], peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    family, further = case
+    peer = peer_model(family, **TINY[family])
     peer.save_pretrained(tmp_path)
     tensors = {name: tensor.clone() for name, tensor in read_file(tmp_path / "model.safetensors")}
-    write_file(tmp_path / "model.safetensors", [*tensors.items(), (f"model.layers.{peer.config.num_hidden_layers}.eh_proj.weight", torch.zeros(3, 3))])
+    write_file(tmp_path / "model.safetensors", [*tensors.items(), (further, torch.zeros(3, 3))])
     assert [name for name, _ in to_huggingface(load_model(tmp_path, select("reference"))) if name not in tensors] == []
 
 

@@ -60,6 +60,8 @@ __all__ = [
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADS = ("lm_head.", "score.")
+FURTHER_TOKENS = "mtp."
+"""What the names of modules of multi-token prediction begin with that are not among the layers; transformers leaves them out too."""
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None, *, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +107,8 @@ def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tenso
     layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
 
     is_own = decoder.shapes.transformers is None
-    return read_tensors(folder, lambda name: decoder.holds(name) or (layer_of(name) or 0) >= layers, stacked=is_own)
+    is_wanted = lambda name: not name.startswith(FURTHER_TOKENS) and (decoder.holds(name) or (layer_of(name) or 0) >= layers)
+    return read_tensors(folder, is_wanted, stacked=is_own)
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
