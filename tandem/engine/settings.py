@@ -8,7 +8,7 @@ from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.spec_decode.draft_size import DraftSize
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
-from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
 from tandem.estimate.pod_gpu import cache_tokens_within
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
@@ -70,12 +70,21 @@ def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name
         raise UserError(f"{name} is 'int4', which a model with latent attention cannot have: its rows are compressed already; choose int8 or fp8_e4m3")
 
 
+def check_states(args: EngineArgs, shapes: ModelShapes) -> None:
+    """Raises ``UserError`` for an option that needs the states of linear attention to go back or elsewhere."""
+    asked = {"speculative_config": args.speculative_config is not None, "swap_space": args.swap_space > 0, "enable_lora": args.enable_lora}
+    for name, is_on in asked.items():
+        if is_on and shapes.linear_attention is not None:
+            raise UserError(f"engine {name} is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")
+
+
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: DraftSize = NO_DRAFT) -> EngineSettings:
     """Returns the settings of an engine for a model of ``shapes`` in ``dtype``, and a ``draft`` beside it. Raises ``UserError`` for what the model does not
     allow."""
     length = shapes.default_context if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     check_kv_cache_dtype(shapes, args.kv_cache_dtype)
+    check_states(args, shapes)
     block_bytes = (kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) + draft.token) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
     settings = EngineSettings(
@@ -84,7 +93,8 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: Dr
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_slowdown=args.max_prefill_slowdown,
-        enable_prefix_caching=args.enable_prefix_caching,
+        # A cached block has no state to go on from.
+        enable_prefix_caching=args.enable_prefix_caching and shapes.linear_attention is None,
         seed=args.seed,
         max_loras=args.max_loras if args.enable_lora else 0,
         max_lora_rank=args.max_lora_rank,
@@ -130,7 +140,7 @@ def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int,
     host memory."""
     total = total_bytes()
     needs = {
-        "max_num_seqs": args.max_num_seqs * row_bytes(max_model_len),
+        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)),
         "kv_cache_tokens": cache_bytes,
         "swap_space": int(args.swap_space * 2**30),
         "max_loras": lora_bytes(shapes, args) if args.enable_lora else 0,

@@ -46,7 +46,12 @@ def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheD
     scale = 4 if kv_cache_dtype in codes else 0
     if shapes.latent is not None:
         return shapes.num_hidden_layers * int(shapes.latent.cached_size * each + scale)
-    return 2 * shapes.num_hidden_layers * int(shapes.key_value_size * each + shapes.num_key_value_heads * scale)
+    return 2 * shapes.cached_layers * int(shapes.key_value_size * each + shapes.num_key_value_heads * scale)
+
+
+def state_bytes(shapes: ModelShapes) -> int:
+    """Bytes that layers with linear attention keep of one running sequence, however long it is."""
+    return 0 if shapes.linear_attention is None else len(shapes.linear_attention.layers) * shapes.linear_attention.state_bytes
 
 
 def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = "float32") -> int:
@@ -87,15 +92,12 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    held = [(matrix.outputs * matrix.inputs, True) for matrix in shapes.attention_matrices] + [(hidden, False) for _ in shapes.layer_norms]
-    held += [(math.prod(shape), False) for shape in shapes.qk_norm_shapes]
-    if shapes.latent is None:
-        held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    held = [(hidden, False) for _ in shapes.layer_norms]
+    linear = shapes.linear_attention_of(layer)
+    if linear is None:
+        held += _held_by_attention(shapes)
     else:
-        held += [(size, False) for _, size in shapes.latent.norms]
-        held += [(matrix.outputs, False) for matrix in shapes.attention_matrices[:-1] if shapes.attention_bias and not matrix.by_head]
-    held += [(hidden, False)] if shapes.output_bias else []
-    held += [(shapes.num_attention_heads, False)] if shapes.attention_sinks else []
+        held += [(math.prod(shape), len(shape) == 2) for _, shape in linear.parameters(hidden)]
     experts = shapes.experts_of(layer)
     if experts is not None:
         matrix = experts.num_experts * hidden * experts.intermediate_size
@@ -111,3 +113,15 @@ def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
         held += [(into * hidden, True), (inner * hidden, True)]
         held += [(into, False), (hidden, False)] if shapes.mlp_bias else []
     return held
+
+
+def _held_by_attention(shapes: ModelShapes) -> list[tuple[int, bool]]:
+    held = [(matrix.outputs * matrix.inputs, True) for matrix in shapes.attention_matrices]
+    held += [(math.prod(shape), False) for shape in shapes.qk_norm_shapes]
+    if shapes.latent is None:
+        held += [(shapes.qkv_rows, False)] if shapes.attention_bias else []
+    else:
+        held += [(size, False) for _, size in shapes.latent.norms]
+        held += [(matrix.outputs, False) for matrix in shapes.attention_matrices[:-1] if shapes.attention_bias and not matrix.by_head]
+    held += [(shapes.hidden_size, False)] if shapes.output_bias else []
+    return held + ([(shapes.num_attention_heads, False)] if shapes.attention_sinks else [])

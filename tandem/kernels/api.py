@@ -81,7 +81,27 @@ class LatentLayer(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
 
-CacheLayer = KVLayer | LatentLayer
+class StateLayer(NamedTuple):
+    """What one layer with linear attention keeps of R running sequences, a row for each, however long they are: ``matrices[R, Hv, Dk, Dv]``, and
+    ``inputs[R, K - 1, C]``, the last inputs of its convolution. It has no blocks."""
+
+    matrices: Tensor
+    inputs: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors whose first axis is the block: none."""
+        return []
+
+
+CacheLayer = KVLayer | LatentLayer | StateLayer
+
+
+class DeltaStates(NamedTuple):
+    """The states of S sequences: sequence s's are ``matrices[R, Hv, Dk, Dv]`` at ``rows[s]`` (int64), and zero if it is ``fresh[s]`` (bool)."""
+
+    matrices: Tensor
+    rows: Tensor
+    fresh: Tensor
 
 
 class TokenLogprobs(NamedTuple):
@@ -108,13 +128,14 @@ class PagedBatch:
 
     ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are the last of its
     ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: the slot of each new token's key and value,
-    ``block * BLOCK_TOKENS + offset``.
+    ``block * BLOCK_TOKENS + offset``. ``state_rows[S]`` int64: the rows of the sequences in every ``StateLayer`` (``None``: the model has none).
     """
 
     query_start: Tensor
     context_lens: Tensor
     block_tables: Tensor
     slots: Tensor
+    state_rows: Tensor | None = None
 
 
 class Kernels(Protocol):
@@ -235,6 +256,14 @@ class Kernels(Protocol):
     def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
         """Computes causal attention of an engine's new tokens ``q[T, Hq, D]`` over a compressed cache, whose rows are the keys of all heads, and the first
         ``value_size`` numbers of each its value -> [T, Hq, value_size]. Same bits as ``packed_attention`` with one key-value head. No gradient."""
+        ...
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
+    ) -> Tensor:
+        """Computes the gated delta rule (``kernels.gated_delta``) of ``q, k[T, Hk, Dk]``, ``v[T, Hv, Dv]``, ``decay, beta[T, Hv]`` within each of the sequences
+        marked by ``bounds[S + 1]`` -> [T, Hv, Dv]; each query and key serves Hv / Hk value heads, one behind the other. ``states``: where sequences go on from,
+        and where their new states are written, without gradient (``None``: all begin)."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem.kernels.api import (
     BLOCK_TOKENS,
+    DeltaStates,
     KVLayer,
     LatentLayer,
     PagedBatch,
@@ -26,6 +27,7 @@ from tandem.kernels.api import (
     TokenLogprobs,
     sum_in_order,
 )
+from tandem.kernels.gated_delta import ReferencePasses, gated_delta_rule
 from tandem.kernels.kv_dtype import RoundKV, encode
 from tandem.kernels.latent_cache import read_rows
 from tandem.kernels.plain_packing import PlainPacking
@@ -160,6 +162,11 @@ class ReferenceKernels(PlainPacking):
                     rows = read_rows(cache, batch.block_tables[s], length, q.dtype).unsqueeze(1)
                     out[start:end] = attend(q[start:end], rows, rows[..., :value_size], length - (end - start), scale, None)
         return out
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
+    ) -> Tensor:
+        return gated_delta_rule(ReferencePasses(), q, k, v, decay, beta, bounds, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)

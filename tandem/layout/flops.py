@@ -14,7 +14,7 @@ def matrix_parameters(shapes: ModelShapes) -> int:
     embedding."""
     parameters = shapes.head_rows * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
-        parameters += shapes.attention_weights
+        parameters += shapes.attention_weights(layer)
         experts = shapes.experts_of(layer)
         if experts is None:
             parameters += shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
@@ -32,7 +32,7 @@ def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = 
     if absorbed and shapes.latent is not None:
         attended = shapes.num_attention_heads * shapes.latent.absorbed_size
     for length in lengths:
-        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))
+        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers) if shapes.linear_attention_of(layer) is None)
         # 12 L H Q T where queries, keys and values have heads of one size.
         total += length * (6 * matrices + 6 * attended * seen)
     return total

@@ -90,7 +90,7 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
             mlp = float(shapes.mlp_matrices * shapes.intermediate_size)
         else:
             mlp = 3.0 * experts.visited_size + experts.num_experts
-        layers.append(shapes.attention_weights + hidden * mlp)
+        layers.append(shapes.attention_weights(index) + hidden * mlp)
     return tuple(layers), float(hidden), float(hidden * shapes.head_rows)
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from tandem.config.lora import ATTENTION_MODULES, LATENT_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
 from tandem.layout.latent_attention import WITHIN_HEADS, AttentionMatrix, LatentAttention
+from tandem.layout.linear_attention import OUTPUT, PROJECTIONS, LinearAttention
 from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
 
@@ -154,7 +155,8 @@ class ModelShapes:
     ``attention_sinks``: a learned score of each query head joins the softmax's
     denominator. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
     ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
-    in the norm of its queries and keys.
+    in the norm of its queries and keys. ``linear_attention``: the layers without softmax attention (``None``: none). ``attention_gate``: what a head of softmax
+    attention returns is multiplied with the sigmoid of a gate, whose rows are behind those of its query in ``q_proj``.
     ``transformers``: the module of transformers that computes the network, whose parameters have the module's names (``None``: Tandem's decoder does).
     ``own_parameters``: (name, shape) of every parameter where they are not those of a decoder, as of a draft head.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
@@ -203,6 +205,8 @@ class ModelShapes:
     centred_norms: bool = False
     parallel_blocks: bool = False
     qk_norm_by_head: bool = False
+    linear_attention: LinearAttention | None = None
+    attention_gate: bool = False
     transformers: TransformersModule | None = None
     own_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -243,6 +247,8 @@ class ModelShapes:
             cap = getattr(self, name)
             if cap is not None and not cap > 0:
                 raise ValueError(f"model {name} is {cap}; it must be above 0, or None")
+        if self.linear_attention is not None:
+            self._check_linear_attention(self.linear_attention)
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
@@ -255,6 +261,15 @@ class ModelShapes:
     def _adaptable(self) -> tuple[str, ...]:
         """The matrices of a layer's attention that an adapter can change."""
         return ATTENTION_MODULES if self.latent is None else tuple(matrix.name for matrix in self.attention_matrices)
+
+    def _check_linear_attention(self, linear: LinearAttention) -> None:
+        if list(linear.layers) != sorted(set(linear.layers) & set(range(self.num_hidden_layers))) or len(linear.layers) == self.num_hidden_layers:
+            raise ValueError(
+                f"model linear attention's layers are {list(linear.layers)}; they must be some of 0 to {self.num_hidden_layers - 1}, ascending, and leave "
+                "one to softmax attention"
+            )
+        if self.lora is not None:
+            raise ValueError("model has layers with linear attention, which can have no adapter; leave trainer.lora out")
 
     def _check_experts(self, experts: ExpertShapes) -> None:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -286,6 +301,15 @@ class ModelShapes:
     def experts_of(self, layer: int) -> ExpertShapes | None:
         """Returns the mixture of experts in ``layer``, ``None`` if it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def linear_attention_of(self, layer: int) -> LinearAttention | None:
+        """Returns the linear attention of ``layer``, ``None`` if it has softmax attention."""
+        return self.linear_attention if self.linear_attention is not None and layer in self.linear_attention.layers else None
+
+    @property
+    def cached_layers(self) -> int:
+        """The layers with keys and values in the KV cache."""
+        return self.num_hidden_layers - (0 if self.linear_attention is None else len(self.linear_attention.layers))
 
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
@@ -380,6 +404,8 @@ class ModelShapes:
             "norms of queries and keys with weights for each head": self.qk_norm_by_head,
             "a module of transformers (model.implementation: transformers)": self.transformers is not None,
             "latent attention": self.latent is not None,
+            "layers with linear attention": self.linear_attention is not None,
+            "a gate of attention's output": self.attention_gate,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -431,22 +457,33 @@ class ModelShapes:
         return self.query_size + self.key_value_size + self.value_size
 
     @property
+    def query_rows(self) -> int:
+        """The rows of ``q_proj``: queries, and gates if there are any."""
+        return self.query_size * (2 if self.attention_gate else 1)
+
+    @property
+    def qkv_rows(self) -> int:
+        """The rows of ``qkv_proj``: ``qkv_size`` with gates."""
+        return self.qkv_size + self.query_rows - self.query_size
+
+    @property
     def attention_matrices(self) -> tuple[AttentionMatrix, ...]:
         """The matrices of a layer's attention, in the order in which a token meets them; queries, keys and values are one unless attention is latent."""
         into = (
-            (AttentionMatrix("qkv_proj", self.qkv_size, self.hidden_size, True),)
+            (AttentionMatrix("qkv_proj", self.qkv_rows, self.hidden_size, True),)
             if self.latent is None
             else self.latent.matrices(self.hidden_size, self.num_attention_heads)
         )
         return (*into, AttentionMatrix("o_proj", self.hidden_size, self.attended_size, False))
 
-    @property
-    def attention_weights(self) -> int:
-        """The weights of a layer's attention that a token is multiplied with."""
-        return sum(each.outputs * each.inputs for each in self.attention_matrices)
+    def attention_weights(self, layer: int) -> int:
+        """Returns the weights of the attention in ``layer`` that a token is multiplied with."""
+        linear = self.linear_attention_of(layer)
+        return sum(each.outputs * each.inputs for each in (self.attention_matrices if linear is None else linear.matrices(self.hidden_size)))
 
 
 _OF_ATTENTION = (*ATTENTION_MODULES, *LATENT_MODULES)
+_OF_LINEAR_ATTENTION = (*PROJECTIONS, OUTPUT)
 MOST_TENSORS = 2**20
 """A safetensors file names its tensors in a header of at most 100 MB, with about 100 bytes for each."""
 
@@ -484,19 +521,11 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        if shapes.latent is None:
-            yield from _projection_parameters(shapes, at, hidden)
+        at, linear = f"model.layers.{layer}.", shapes.linear_attention_of(layer)
+        if linear is None:
+            yield from _attention_parameters(shapes, at, hidden)
         else:
-            yield from _latent_parameters(shapes, shapes.latent, at, hidden)
-        yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.attended_size))
-        if shapes.output_bias:
-            yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
-        yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
-        if shapes.attention_sinks:
-            yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
-        for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
-            yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
+            yield from (Parameter(f"{at}linear_attn.{name}", shape) for name, shape in linear.parameters(hidden))
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)
@@ -530,13 +559,14 @@ def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
 
 def matrix_name(layer: int, module: str) -> str:
     """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
-    return f"model.layers.{layer}.{'self_attn' if module in _OF_ATTENTION else 'mlp'}.{module}"
+    kind = "self_attn" if module in _OF_ATTENTION else "linear_attn" if module in _OF_LINEAR_ATTENTION else "mlp"
+    return f"model.layers.{layer}.{kind}.{module}"
 
 
 def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
     """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
     experts = shapes.experts_of(layer)
-    if experts is None or module in _OF_ATTENTION:
+    if experts is None or module in (*_OF_ATTENTION, *_OF_LINEAR_ATTENTION):
         return matrix_name(layer, module)
     return f"model.layers.{layer}.{experts.names.shared}.{module}"
 
@@ -560,8 +590,23 @@ def _adapter_parameters(shapes: ModelShapes, matrix: str, rows: int, columns: in
         yield Parameter(f"{matrix}.lora_B.weight", (rows, rank))
 
 
+def _attention_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterator[Parameter]:
+    if shapes.latent is None:
+        yield from _projection_parameters(shapes, at, hidden)
+    else:
+        yield from _latent_parameters(shapes, shapes.latent, at, hidden)
+    yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.attended_size))
+    if shapes.output_bias:
+        yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
+    yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
+    if shapes.attention_sinks:
+        yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
+    for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
+        yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
+
+
 def _projection_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterator[Parameter]:
-    for name, rows in (("q_proj", shapes.query_size), ("k_proj", shapes.key_value_size), ("v_proj", shapes.key_value_size)):
+    for name, rows in (("q_proj", shapes.query_rows), ("k_proj", shapes.key_value_size), ("v_proj", shapes.key_value_size)):
         yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
         if shapes.attention_bias:
             yield Parameter(f"{at}self_attn.{name}.bias", (rows,))

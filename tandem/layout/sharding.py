@@ -43,6 +43,8 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.(self_attn\.([qkv]|q_b|kv_b)|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.lora_[AB]\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj|conv1d|norm)\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.linear_attn\.(dt_bias|A_log)", "replicated", None),
     Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 
@@ -111,6 +113,8 @@ class ShardSpec:
             counts["the shared experts' intermediate_size"] = shapes.experts.shared_intermediate_size
         if size > 1 and shapes.qk_norm_all_heads:
             raise ValueError(f"the model's norms of queries and keys are over all heads, which are not divided over {where}; use 1")
+        if size > 1 and shapes.linear_attention is not None:
+            raise ValueError(f"the model's layers with linear attention are not divided over {where}; use 1")
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} is not divisible by {where}")

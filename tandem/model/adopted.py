@@ -13,12 +13,14 @@ from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.latent_attention import WITHIN_HEADS
+from tandem.layout.linear_attention import PROJECTIONS
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
 from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, SINKS, ExpertShapes, ModelShapes, linear_name, published_parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.latent_projections import pack_absorbed
 from tandem.model.layer import stacks_of
+from tandem.model.linear_attention_weights import VECTORS
 from tandem.model.moe import ExpertBiases, ExpertLayer, wide
 from tandem.model.routing import Selection
 from tandem.types import RunError
@@ -62,9 +64,11 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
         at, experts, packed = f"model.layers.{index}.", shapes.experts_of(index), []
         has_mlp = experts is None or experts.shared_intermediate_size > 0
         latent = () if shapes.latent is None else tuple(matrix.name for matrix in shapes.attention_matrices[:-1])
+        linear = shapes.linear_attention_of(index)
         own_modules = tuple(f"latent.{name}" for name in latent) or ("qkv_proj",)
+        own_modules = own_modules if linear is None else tuple(f"linear_attention.{name}" for name in PROJECTIONS)
         modules = (*own_modules, "o_proj", *(("gate_up_proj", "down_proj") if has_mlp else ()))
-        for module, stacked in zip(modules, stacks_of(latent, has_mlp), strict=True):
+        for module, stacked in zip(modules, stacks_of(latent, has_mlp, linear is not None), strict=True):
             names = [linear_name(shapes, index, each) for each in stacked]
             if stacked == (WITHIN_HEADS,) and shapes.latent is not None:
                 packed.append(pack_absorbed(decoder.kernels, shapes.latent, matrices.in_whole_rows(f"{names[0]}.weight")))
@@ -100,7 +104,9 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
         if shapes.latent is not None:
             of_latent = {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm"}
             own |= {f"layers.{index}.latent.{of_latent[name]}": tensors[f"{at}self_attn.{name}.weight"] for name, _ in shapes.latent.norms}
-        if shapes.qk_norm:
+        if linear is not None:
+            own |= {f"layers.{index}.linear_attention.{here}": tensors[f"{at}linear_attn.{there}"] for here, there in VECTORS.items()}
+        elif shapes.qk_norm:
             own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}self_attn.{norm}.weight"] for norm in ("q_norm", "k_norm")}
     head = matrices.stack([EMBEDDING if shapes.tie_word_embeddings else HEAD])
     own["embed_tokens"] = matrices.in_rows(EMBEDDING)

@@ -45,7 +45,7 @@ class AttentionLayer:
     that rotates, [Hq D] and [Hkv D] of all heads together, or [Hq, D] and [Hkv, D] with weights for each.
     ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without). ``sinks``: the
     scores [Hq] of its sinks, if it has them. ``centred_norms``: the
-    layer's norms subtract the mean first."""
+    layer's norms subtract the mean first. ``gated``: the outputs of heads are multiplied with the sigmoid of gates."""
 
     index: int
     heads: tuple[int, int, int]
@@ -59,6 +59,7 @@ class AttentionLayer:
     cap: float | None = None
     sinks: Tensor | None = None
     centred_norms: bool = False
+    gated: bool = False
 
 
 class Rotation(NamedTuple):
@@ -78,10 +79,12 @@ def rotations(positions: Tensor, tables: tuple[Tensor, ...], order: Tensor | Non
 def attend(
     kernels: Kernels, layer: AttentionLayer, qkv: Tensor, rotation: Rotation, context: AttentionContext | SharedContext, kv_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values
-    are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
+    """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]``, or with gates ``[T, 2 (Hq + Hkv) D]`` -> [T, Hq D].
+    ``kv_dtype``: packed keys and values are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
     positions, cos_sin, order = rotation
-    q_norm, k_norm = layer.q_norm, layer.k_norm
+    q_norm, k_norm, gates = layer.q_norm, layer.k_norm, None
+    if layer.gated:
+        qkv, gates = _without_gates(layer, qkv)
     if layer.norms_apart:
         qkv, q_norm, k_norm = _normalised(kernels, layer, qkv), None, None
     if order is not None:
@@ -97,7 +100,23 @@ def attend(
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
         mixed = attend_packed(kernels, layer, q, k, v, context, kv_dtype)
-    return mixed.flatten(1)
+    mixed = mixed.flatten(1)
+    return mixed if gates is None else (mixed * logistic(gates)).to(mixed.dtype)
+
+
+def _without_gates(layer: AttentionLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ``qkv`` without the gates [T, Hq D], which are behind the query of each head, and the gates."""
+    heads, kv_heads, size = layer.heads
+    both, kv = qkv.split([2 * heads * size, 2 * kv_heads * size], dim=1)
+    q, gates = both.view(-1, heads, 2, size).unbind(2)
+    return torch.cat((q.flatten(1), kv), dim=1), gates.flatten(1)
+
+
+def logistic(x: Tensor) -> Tensor:
+    """Returns the sigmoid of ``x`` in at least fp32. torch's own gives the last elements of a tensor other bits than the others; below -80 its value is 0 and
+    its slope too."""
+    bounded = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous().clamp_min(-80.0)
+    return 1.0 / (1.0 + torch.exp(-bounded))
 
 
 def attend_packed(

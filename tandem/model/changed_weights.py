@@ -25,11 +25,12 @@ def changes_elements(decoder: Decoder) -> bool:
 @torch.no_grad()
 def load_changes(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> bool:
     """Makes a packed ``decoder``, which holds ``tensors`` as they were before ``changes``, hold them as they are, with the bits of ``load_tensors`` and
-    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, of transformers, has experts, latent attention, an adapter or a value head, or
-    is not packed. Whatever is raised in the middle, such as ``MemoryError``, leaves it unpacked: it has no complete set of weights, and computes with none of
-    them before it is given all."""
+    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, of transformers, has experts, latent or linear attention, an adapter or a
+    value head, or is not packed. Whatever is raised in the middle, such as ``MemoryError``, leaves it unpacked: it has no complete set of weights, and
+    computes with none of them before it is given all."""
     shapes = decoder.shapes
-    is_plain = shapes.lora is None and shapes.experts is None and shapes.latent is None and shapes.value_head == "none" and shapes.transformers is None
+    is_plain = shapes.lora is None and shapes.experts is None and shapes.latent is None and shapes.value_head == "none"
+    is_plain = is_plain and shapes.linear_attention is None and shapes.transformers is None
     if not (is_plain and decoder.is_packed and decoder.shard_spec.size == 1):
         return False
     try:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.layout.linear_attention import OUTPUT
 from tandem.layout.shapes import CHOICE_BIAS, is_of_adapter, parameters
 from tandem.model.decoder import Decoder
 from tandem.model.drawn import generator_of, new_adapter
@@ -13,7 +14,8 @@ from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of,
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fills every parameter: norms to multiply with 1, biases with 0, matrices and sinks from a normal distribution of ``standard_deviation``, divided by
+    """Fills every parameter: norms to multiply with 1, biases with 0 (of the decay of linear attention with 1), matrices and
+    sinks from a normal distribution of ``standard_deviation``, divided by
     sqrt(2 layers) for matrices that write to the residual stream (Radford et al., 2019, section 2.3).
 
     Each matrix is drawn in fp32 on one CPU thread by a generator seeded with ``seed`` and its Hugging Face name, so that the values do not
@@ -22,10 +24,16 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     whole = dict(parameters(decoder.shapes))
     residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_hidden_layers)
     experts = decoder.shapes.experts
-    to_residual = ("o_proj.weight", "down_proj.weight", *([f"{experts.names.down.rpartition('{}')[2]}.weight"] if experts else []))
+    to_residual = ("o_proj.weight", f"{OUTPUT}.weight", "down_proj.weight", *([f"{experts.names.down.rpartition('{}')[2]}.weight"] if experts else []))
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
-            tensor.fill_(0.0 if decoder.shapes.norms_from_one else 1.0)
+            tensor.fill_(0.0 if decoder.shapes.norms_from_one and ".linear_attn." not in name else 1.0)
+        elif name.endswith("dt_bias"):
+            tensor.fill_(1.0)
+        elif name.endswith("A_log"):
+            # Decays of all lengths from the start: A uniform between 0.01 and 16, as in transformers.
+            drawn = torch.empty(whole[name]).uniform_(0.01, 16.0, generator=generator_of(seed, name)).log_()
+            tensor.copy_(part_of(decoder, name, drawn))
         elif name.endswith((".bias", CHOICE_BIAS)):
             tensor.fill_(0.0)
         elif is_of_adapter(name):

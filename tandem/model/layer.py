@@ -3,19 +3,23 @@
 import torch
 from torch import Tensor, nn
 
+from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, local_shapes
 from tandem.model.latent_projections import LatentProjections
 from tandem.model.linear import Linear
+from tandem.model.linear_attention_weights import LinearAttentionProjections
 from tandem.model.moe import Experts
 
 STACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The matrices that each of ``Layer.linears`` stacks, but those of latent attention (see ``stacks_of``)."""
 
 
-def stacks_of(latent: tuple[str, ...], has_mlp: bool) -> tuple[tuple[str, ...], ...]:
+def stacks_of(latent: tuple[str, ...], has_mlp: bool, is_linear: bool = False) -> tuple[tuple[str, ...], ...]:
     """Returns the matrices that each linear layer stacks, in a layer with latent attention those of its own, ``latent``; ``has_mlp``: it has an MLP or shared
-    experts."""
+    experts. ``is_linear``: it has linear attention."""
+    if is_linear:
+        return (*((name,) for name in (*PROJECTIONS, OUTPUT)), *(STACKED[2:] if has_mlp else ()))
     attention = tuple((name,) for name in latent) or STACKED[:1]
     return (*attention, *(STACKED[1:] if has_mlp else STACKED[1:2]))
 
@@ -35,7 +39,7 @@ class Norm(nn.Module):
 
 class Layer(nn.Module):
     """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up; ``latent`` replaces the first in a model
-    with latent attention.
+    with latent attention, ``linear_attention`` in a layer with linear attention, where ``o_proj`` is that of its output.
     A layer has these and ``down_proj``, or ``experts``, with those of the shared experts if there are any; of the norms, those of
     ``ModelShapes.layer_norms``."""
 
@@ -45,6 +49,7 @@ class Layer(nn.Module):
     post_feedforward_layernorm: Norm | None
     qkv_proj: Linear | None
     latent: LatentProjections | None
+    linear_attention: LinearAttentionProjections | None
     gate_up_proj: Linear | None
     down_proj: Linear | None
     experts: Experts | None
@@ -57,14 +62,17 @@ class Layer(nn.Module):
         rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
         norm = lambda name: Norm((hidden,), dtype, device) if name in shapes.layer_norms else None
         self.input_layernorm = norm("input_layernorm")
-        has_own = shapes.latent is None
-        self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device) if has_own else None
+        linear = shapes.linear_attention_of(index)
+        has_own = shapes.latent is None and linear is None
+        self.linear_attention = None if linear is None else LinearAttentionProjections(linear, hidden, dtype, device)
+        self.qkv_proj = Linear(shapes.qkv_rows, hidden, shapes.attention_bias, dtype, device) if has_own else None
         self.latent = None if shapes.latent is None else LatentProjections(shapes.latent, shapes, dtype, device)
-        q_norm, k_norm = shapes.qk_norm_shapes or ((), ())
+        q_norm, k_norm = (shapes.qk_norm_shapes if linear is None else ()) or ((), ())
         self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
         self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
         self.sinks = nn.Parameter(torch.empty(shapes.num_attention_heads, dtype=dtype, device=device)) if shapes.attention_sinks else None
-        self.o_proj = Linear(rows, of.attended_size, shapes.output_bias, dtype, device)
+        attended, output_bias = (of.attended_size, shapes.output_bias) if linear is None else (linear.value_size, False)
+        self.o_proj = Linear(rows, attended, output_bias, dtype, device)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
         self.experts = self.gate_up_proj = self.down_proj = None
@@ -83,8 +91,8 @@ class Layer(nn.Module):
         if shapes.lora is not None:
             attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
             into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
-            for linear, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
-                linear.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
+            for matrix, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
+                matrix.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 
     def norms(self) -> dict[str, nn.Parameter]:
         """Returns the weights of its norms of the residual stream, and of what is added to it, by name."""
@@ -96,7 +104,8 @@ class Layer(nn.Module):
 
     def linears(self) -> tuple[Linear, ...]:
         """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""
-        into = self.latent.linears() if self.latent is not None else (self.qkv_proj,)
+        other = self.linear_attention or self.latent
+        into = (self.qkv_proj,) if other is None else other.linears()
         each = (*into, self.o_proj, self.gate_up_proj, self.down_proj)
         return tuple(linear for linear in each if linear is not None)
 
@@ -106,4 +115,4 @@ class Layer(nn.Module):
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:
         """Returns the matrices that each of ``linears`` stacks."""
-        return stacks_of(() if self.latent is None else self.latent.names, self.gate_up_proj is not None)
+        return stacks_of(() if self.latent is None else self.latent.names, self.gate_up_proj is not None, self.linear_attention is not None)

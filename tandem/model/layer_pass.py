@@ -11,6 +11,7 @@ from tandem.kernels.api import Kernels, PackedWeight, gate_of
 from tandem.model.attention import AttentionContext, Rotation, attend
 from tandem.model.latent_attention import latent_attention
 from tandem.model.layer_weights import LayerWeights, Written, with_factors
+from tandem.model.linear_attention import linear_attention
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import gated, mixture
 from tandem.model.parallel.context_parallel import SharedContext
@@ -61,7 +62,7 @@ def run_layer(
     kernels, linear, rotations, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
-        summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks, latent,
+        summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks, latent, linear_weights,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
     eps, centred, changes = attention.eps, attention.centred_norms, _UNCHANGED if lora is None else lora.layers[attention.index]
@@ -69,6 +70,9 @@ def run_layer(
     if latent is not None:
         normed = x
         x = latent_attention(batch, attention, latent, x)
+    elif linear_weights is not None:
+        normed = x
+        x = linear_attention(batch, attention, linear_weights, x)
     else:
         x = normed = enter(x)
         x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)

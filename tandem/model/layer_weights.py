@@ -10,6 +10,7 @@ from tandem.layout.sharding import ShardSpec
 from tandem.model.attention import AttentionLayer
 from tandem.model.latent_projections import LatentWeights
 from tandem.model.layer import Layer, factor_of_norm
+from tandem.model.linear_attention_weights import LinearAttentionWeights
 from tandem.model.moe import ExpertLayer
 
 
@@ -25,7 +26,7 @@ class LayerWeights(NamedTuple):
     ``summed_down_bias`` replace the other two if they are added after the sum over ranks. ``input_norm`` and ``mlp_norm``: ``None`` where attention and MLP
     read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are. ``activation``: of the MLP's gate.
     ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``). ``parallel_blocks``: the MLP reads what attention does.
-    ``latent``: in the place of ``qkv``, which is ``None`` then."""
+    ``latent``, ``linear_attention``: in the place of ``qkv``, which is ``None`` then."""
 
     input_norm: Tensor | None
     attention: AttentionLayer
@@ -46,6 +47,7 @@ class LayerWeights(NamedTuple):
     norms_from_one: bool = False
     parallel_blocks: bool = False
     latent: LatentWeights | None = None
+    linear_attention: LinearAttentionWeights | None = None
 
 
 def layer_weights(
@@ -67,7 +69,9 @@ def layer_weights(
         written = Written(norms["post_attention_layernorm"], factor), Written(norms["post_feedforward_layernorm"], factor)
     elif factor != 1.0:
         written = Written(None, factor), Written(None, factor)
-    latent = None
+    latent = linear = None
+    if layer.linear_attention is not None:
+        linear, matrices = layer.linear_attention.weights(*matrices[:2]), (None, *matrices[2:])
     if layer.latent is not None and shapes.latent is not None:
         # A single entry takes the place of queries, keys and values in what follows.
         own = len(layer.latent.names)
@@ -77,7 +81,7 @@ def layer_weights(
         norms.get("input_layernorm"),
         AttentionLayer(
             index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads or shapes.qk_norm_by_head,
-            shapes.rotary_of(index), shapes.score_cap, layer.sinks, shapes.centred_norms,
+            shapes.rotary_of(index), shapes.score_cap, layer.sinks, shapes.centred_norms, shapes.attention_gate,
         ),
         qkv,
         None if layer.qkv_proj is None else layer.qkv_proj.bias,
@@ -96,6 +100,7 @@ def layer_weights(
         shapes.norms_from_one,
         shapes.parallel_blocks,
         latent,
+        linear,
     )
 
 

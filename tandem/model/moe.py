@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels, Routing, gate_of, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import Activation, ExpertShapes
+from tandem.model.attention import logistic
 from tandem.model.parallel.expert_parallel import on_their_ranks
 from tandem.model.routing import Route, Selection
 from tandem.runtime.collectives.communicator import Communicator
@@ -129,9 +130,7 @@ def gated(kernels: Kernels, layer: ExpertLayer, x: Tensor, shared: Tensor) -> Te
     plain = whole_precision(kernels)
     multiply: Any = plain.linear if isinstance(layer.shared_gate, Tensor) else plain.linear_packed
     logits: Tensor = multiply(x, layer.shared_gate, None)
-    # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
-    bounded = wide(logits).contiguous().clamp_min(-80.0)
-    return (shared * (1.0 / (1.0 + torch.exp(-bounded)))).to(shared.dtype)
+    return (shared * logistic(logits)).to(shared.dtype)
 
 
 def mixture(

@@ -6,6 +6,10 @@ from typing import Any
 
 from tandem.types.errors import UserError
 
+LINEAR_ATTENTION = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
+)  # fmt: skip
+"""The sizes of linear attention, which are understood of families that have it here."""
 SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

@@ -12,7 +12,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.family import Trait, family_of_config
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import read_json, shapes_of
-from tandem.planner.config_keys import SIZES, refuse_unknown
+from tandem.planner.config_keys import LINEAR_ATTENTION, SIZES, refuse_unknown
 from tandem.planner.family_traits import OTHER, TRAITS, FamilyTraits
 from tandem.types.errors import UserError
 
@@ -39,7 +39,8 @@ def model_sizes(config: dict[str, Any], where: str, ignored: tuple[str, ...] = (
         refuse_unknown(config, where, ignored)
         return _of_other_family(ConfigReader(config, where))
     if not as_trained:
-        refuse_unknown(config, where, ignored)
+        # A family that does not have linear attention refuses it by name.
+        refuse_unknown(config, where, (*ignored, *LINEAR_ATTENTION))
     shapes = shapes_of(config, where)
     hidden, heads = shapes.hidden_size, shapes.num_attention_heads
     if not config.get("head_dim") and shapes.latent is None and shapes.head_dim == hidden // heads and hidden % heads:

@@ -11,6 +11,7 @@ import torch
 from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, RopeScaling, SigmoidRouting, SoftmaxRouting
 from tandem.model.decoder import Decoder
 from tandem.model.families import gpt_oss, mixtral, qwen2_moe
@@ -32,6 +33,12 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "tie_word_embeddings": False, "attention_bias": True,
         "experts": ExpertShapes(6, 2, 40, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=48, shared_gate=True),
+    },
+    "qwen3_next": {
+        "tie_word_embeddings": False, "qk_norm": True, "rotary_fraction": 0.5, "norms_from_one": True, "attention_gate": True,
+        "linear_attention": LinearAttention((0,), 2, 4, 12, 10, 4), "experts": ExpertShapes(
+            6, 2, 40, names=qwen2_moe.NAMES, shared_intermediate_size=48, shared_gate=True
+        ),
     },
     "glm4_moe": {
         "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
@@ -85,9 +92,11 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
                 tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
             elif decoder.shapes.attention_sinks and name.endswith((".bias", ".sinks")):
                 tensor.copy_(torch.linspace(-0.3, 0.8, len(tensor)))
+            elif name.endswith(("A_log", "dt_bias")):
+                tensor.copy_(torch.linspace(-3.0, 1.0, len(tensor)))
             elif not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
-            elif decoder.shapes.norms_from_one:
+            elif decoder.shapes.norms_from_one and ".linear_attn." not in name:
                 tensor.copy_(torch.linspace(-0.3, 0.3, len(tensor)))
     return decoder
 

@@ -16,6 +16,7 @@ from tandem.kernels import Kernels, select
 from tandem.kernels.mixed import in_precision
 from tandem.model.attention import PackedContext
 from tandem.model.huggingface.model_folder import load_model
+from tandem.types import UserError
 
 FAMILIES = ("qwen3", "qwen3_moe", "mistral", "gpt_oss", "deepseek_v3")
 """A dense one, one with a mixture of experts, one with sliding windows, one with sinks, one with latent attention."""
@@ -24,6 +25,7 @@ CELLS = [
     (16, "swap", "eagle3"), (23, "recompute", "mtp"),
 ]  # fmt: skip
 """Chunk, memory and speculation."""
+HYBRID_CELLS = [(16, "roomy", "none"), (64, "recompute", "none"), (23, "recompute", "none")]
 RANKED, BY_REFERENCE = [(23, "roomy", "none"), (16, "swap", "ngram")], [(64, "roomy", "none"), (16, "recompute", "draft")]
 METHODS: dict[str, dict[str, Any]] = SPECULATION | {
     method: {"speculative_config": {"method": method, "num_speculative_tokens": 3, "disable_by_batch_size": 64}} for method in ("mtp", "eagle3")
@@ -86,6 +88,45 @@ def test_every_cell_has_the_bits_of_the_trainer(make_folder: Callable[..., Path]
         for cell in RANKED if name == "cpu" else ():
             with contextlib.closing(start(folders, *cell, **settings, tensor_parallel_size=2)) as llm:
                 assert expected is not None and generate(llm) == expected[0], ("two ranks", cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], precision: Any, tmp_path: Path) -> None:
+    """Layers with linear attention have no prefix cache, no swap and no speculation."""
+    folders = folders_of(make_folder, "qwen3_next", tmp_path)
+    for name, cells in (("cpu", HYBRID_CELLS), ("reference", HYBRID_CELLS[1:2])):
+        settings: dict[str, Any] = {"kernels": name, "precision": precision}
+        expected = None
+        for cell in cells:
+            with contextlib.closing(start(folders, *cell, **settings)) as llm:
+                completions = before_and_after_an_update(llm, folders)
+                assert llm.engine.stats().num_preemptions > 0 or not MEMORY[cell[1]], "the cache is too large for a preemption"
+            expected = completions if expected is None else expected
+            assert completions == expected, (name, cell)
+        assert expected is not None and expected[0] != expected[1]
+        for folder, own in zip((folders["plain"], folders["new"]), expected, strict=True):
+            check_trainer(folder, in_precision(select(name), precision, torch.device("cpu")), own)  # type: ignore[arg-type]
+
+
+def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folders = folders_of(make_folder, "qwen3_next", tmp_path)
+    asked: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("ngram", {}, "speculative_config"), ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
+    )  # fmt: skip
+    for speculation, settings, name in asked:
+        with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):
+            start(folders, 16, "roomy", speculation, **settings)
+    with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):
+        LLM(make_folder("qwen3", 0), speculative_config={"method": "draft", "model": folders["plain"]})
+
+
+def test_a_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folders = folders_of(make_folder, "qwen3_next", tmp_path)
+    with contextlib.closing(start(folders, 16, "recompute", "none")) as llm:
+        completions = generate(llm)
+        assert llm.engine.stats().num_preemptions > 0
+    check_trainer(folders["plain"], select("cpu"), completions)
 
 
 def test_a_cell_of_the_sink_family_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, empty_latent_cache, select, stored_dtype
 from tandem.model.decoder import Decoder, PackedContext, PagedContext
 from tandem.types import UserError
@@ -90,6 +91,8 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         caches: Any = empty_cache((count, *heads), layers, stored, device)
         if shapes.latent is not None:
             caches = empty_latent_cache(count, shapes.latent.cached_size, layers, stored, device)
+        if shapes.linear_attention is not None:
+            caches = make_cache(decoder, count, decoder.kv_cache_dtype, len(sequences))
         for cache in caches:
             # The content of a block before it is written must not matter.
             for tensor in cache.tensors():
@@ -108,6 +111,7 @@ def paged_logits() -> Callable[..., list[Tensor]]:
                 torch.tensor([end for _, _, end in spans], dtype=torch.int32),
                 tables[[s for s, _, _ in spans]].contiguous(),
                 slots,
+                torch.tensor([s for s, _, _ in spans]),
             )
             tokens = torch.cat([sequences[s][start:end] for s, start, end in spans])
             rows = None

@@ -92,6 +92,11 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_hidden_layers": 3, "shared_expert_intermediate_size": 40},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "qwen3_next": {
+        **EXPERTS, "num_hidden_layers": 4, "shared_expert_intermediate_size": 40, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3,
+    },
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
@@ -139,7 +144,7 @@ def exact_norm(module: Any, hidden: Tensor) -> Tensor:
     """The norm without the rounding to fp32 in transformers."""
     if type(module).__name__.endswith("LayerNorm"):
         return module.weight * nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=module.variance_epsilon)
-    if type(module).__name__.startswith("Gemma"):
+    if type(module).__name__.startswith(("Gemma", "Qwen3Next")):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + module.weight, module.eps)
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
 
@@ -154,6 +159,23 @@ def exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = nn.functional.linear(hidden, module.weight)
     gates, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
     return logits, gates / gates.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else gates, experts
+
+
+def exact_gated_norm(module: Any, hidden: Tensor, gate: Tensor) -> Tensor:
+    """The norm of linear attention's output without the rounding to fp32 in transformers."""
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon) * nn.functional.silu(gate)
+
+
+def exact_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
+    """The gated delta rule of one sequence by its definition, without the rounding to fp32 in transformers."""
+    repeats = value.shape[2] // query.shape[2]
+    q, k = ((x[0] / (x[0].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1) for x in (query, key))
+    state, outputs = torch.zeros(*k.shape[1:], value.shape[3], dtype=value.dtype), []
+    for t in range(len(q)):
+        state = torch.einsum("hij,h->hij", state, g[0, t].exp())
+        state = state + torch.einsum("hi,hj,h->hij", k[t], value[0, t] - torch.einsum("hi,hij->hj", k[t], state), beta[0, t])
+        outputs.append(torch.einsum("hi,hij->hj", q[t], state) * q.shape[2] ** -0.5)
+    return torch.stack(outputs).unsqueeze(0), state.unsqueeze(0)
 
 
 def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,6 +272,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
     for module in peer.modules():
         if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
             monkeypatch.setattr(type(module), "forward", exact_norm)
+        if type(module).__name__.endswith("RMSNormGated"):
+            monkeypatch.setattr(type(module), "forward", exact_gated_norm)
         # That of gpt-oss computes in the dtype of its inputs.
         if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
             monkeypatch.setattr(type(module), "forward", exact_router)
@@ -257,6 +281,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
             is_v2 = type(module).__name__.startswith("DeepseekV2")
             monkeypatch.setattr(type(module), "forward", exact_group_router if is_v2 else exact_sigmoid_router)
     monkeypatch.setattr("transformers.models.deepseek_v2.modeling_deepseek_v2.apply_rotary_emb", exact_rotation)
+    monkeypatch.setattr("transformers.models.qwen3_next.modeling_qwen3_next.torch_chunk_gated_delta_rule", exact_delta_rule)
+    monkeypatch.setattr(Tensor, "float", lambda x: x)
     peer.set_experts_implementation("eager")
     monkeypatch.setattr(nn.functional, "softmax", exact_softmax)
     decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)
@@ -286,6 +312,10 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
 def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    if read_model_sizes(tiny.folder).linear_attention is not None:
+        with pytest.raises(UserError, match="layers with linear attention, which can have no adapter"):
+            load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, target_modules=("q_proj",)))
+        return
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
     if all_families()[tiny.family].latent is not None:
         modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
@@ -311,7 +341,8 @@ def test_a_folder_goes_there_and_back_and_its_parameters_are_counted(tiny: Tiny,
     assert type(returned) is type(tiny.peer)
     assert returned.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in returned.state_dict().items())
-    assert torch.equal(peer_logits(returned), peer_logits(tiny.peer))
+    # Where tensors lie in memory may change the last bits of transformers.
+    assert (peer_logits(returned) - peer_logits(tiny.peer)).abs().max() < 1e-5
     for folder in (tiny.folder, tmp_path / "ours"):
         sizes = read_model_sizes(folder)
         assert sizes == decoder.shapes
@@ -376,11 +407,13 @@ def test_a_part_of_each_head_that_is_rotated_is_that_of_transformers(
     assert (logits_of(decoder) - peer_logits(peer)).abs().max() < 1e-4
 
 
-def test_layers_that_predict_further_tokens_are_left_out(peer_model: Callable[..., Any], tmp_path: Path) -> None:
-    peer = peer_model("glm4_moe", **TINY["glm4_moe"])
+@pytest.mark.parametrize("case", [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")])
+def test_layers_that_predict_further_tokens_are_left_out(case: tuple[str, str], peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    family, further = case
+    peer = peer_model(family, **TINY[family])
     peer.save_pretrained(tmp_path)
     tensors = {name: tensor.clone() for name, tensor in read_file(tmp_path / "model.safetensors")}
-    write_file(tmp_path / "model.safetensors", [*tensors.items(), (f"model.layers.{peer.config.num_hidden_layers}.eh_proj.weight", torch.zeros(3, 3))])
+    write_file(tmp_path / "model.safetensors", [*tensors.items(), (further, torch.zeros(3, 3))])
     assert [name for name, _ in to_huggingface(load_model(tmp_path, select("reference"))) if name not in tensors] == []
 
 
@@ -410,6 +443,13 @@ def test_the_document_has_the_table_of_the_declarations() -> None:
 def test_two_ranks_hold_every_parameter_once_or_the_model_is_refused_by_name(tiny: Tiny) -> None:
     shapes = read_model_sizes(tiny.folder)
     ranks = [ShardSpec(rank, 2) for rank in range(2)]
+    if shapes.linear_attention is not None:
+        with pytest.raises(ValueError, match="layers with linear attention are not divided over 2 tensor-parallel ranks; use 1"):
+            ranks[0].check(shapes)
+        for axis in ("tensor", "pipeline", "context"):
+            with pytest.raises(UserError, match=f"'parallel.{axis}' is 2; this {tiny.family} model has layers with linear attention, which are not divided"):
+                check_layout(shapes, ParallelConfig(**{axis: 2}))
+        return
     if shapes.qk_norm_all_heads:
         with pytest.raises(ValueError, match=r"norms of queries and keys are over all heads, .* use 1"):
             ranks[0].check(shapes)

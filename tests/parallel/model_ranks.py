@@ -12,6 +12,7 @@ from ranks import RankContext
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, SoftmaxRouting, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
@@ -39,6 +40,11 @@ QWEN2_MOE = ModelShapes(
 GLM4_MOE = ModelShapes(
     "glm4_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, rotary_fraction=0.5,
     experts=ExpertShapes(8, 3, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(4, 2, 1.7)),
+)
+QWEN3_NEXT = ModelShapes(
+    "qwen3_next", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, rotary_fraction=0.5, norms_from_one=True, attention_gate=True,
+    linear_attention=LinearAttention((0,), 2, 4, 12, 10, 4),
+    experts=ExpertShapes(6, 2, 24, names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
 )
 GPT_OSS = ModelShapes(
     "gpt_oss", 43, 32, 2, 4, 2, 16, 48, 128, False, attention_bias=True, output_bias=True, activation="clamped_swiglu", attention_sinks=True,

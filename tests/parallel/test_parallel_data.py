@@ -21,6 +21,7 @@ from model_ranks import (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     Case,
     build,
     by_one_process,
@@ -89,13 +90,21 @@ def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: An
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V3)]
+FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V3, QWEN3_NEXT)]
 
 
 @pytest.mark.parametrize("shapes", [QWEN3_MOE, *FURTHER], ids=lambda shapes: shapes.architecture)
 def test_experts_are_replicas_too(shapes: Any, ranks: Ranks) -> None:
     case = Case(shapes)
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_layers_with_linear_attention_are_replicas_too(zero: int, recompute: Any, ranks: Ranks) -> None:
+    for case in (Case(QWEN3_NEXT, recompute=recompute), Case(QWEN3_NEXT, optimizer="muon", recompute=recompute)):
+        check(ranks.run(MeshShape(data=2), trained, case, zero), by_one_process(case))
 
 
 def test_zero_stands_beside_tensor_and_expert_parallelism(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.cli.main import main
-from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
 from tandem.estimate.training.activations import whole_layer_bytes
 from tandem.estimate.training.held_parameters import held_on_span
 from tandem.layout.flops import matrix_parameters, step_flops
@@ -46,6 +46,17 @@ GPT_OSS: dict[str, Any] = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
     "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = {
+    # huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, config.json.
+    "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+    "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512,
+    "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 300, "max_position_embeddings": 128}
@@ -75,6 +86,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 24, "n_group": 1, "topk_group": 1},
     ),
     "gpt-oss": ("gpt_oss", {**WITH_GROUPS, "num_experts_per_tok": 2, "num_local_experts": 8, "head_dim": 24, "sliding_window": 16}),
+    "qwen3-next": (
+        "qwen3_next",
+        {**WITH_GROUPS, **MOE, "num_experts": 8, "shared_expert_intermediate_size": 96, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 12, "linear_value_head_dim": 16, "mlp_only_layers": [1]},
+    ),
     "granite": ("granite", {**WITH_GROUPS, "attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.22}),
     "olmo2": ("olmo2", WITH_GROUPS),
     "olmo3-window": ("olmo3", {**WITH_GROUPS, "sliding_window": 16}),
@@ -106,7 +122,7 @@ def check_parameters(model_type: str, keys: dict[str, Any]) -> None:
     shapes = model_sizes(written, "config.json")
     assert parameter_count(shapes) == parameters
     # The sharding plan knows every one of them, and layers of a kind have as many on each rank.
-    tensor = 1 if shapes.qk_norm_all_heads else 2
+    tensor = 1 if shapes.qk_norm_all_heads or shapes.linear_attention is not None else 2
     held = held_on_span(shapes, whole(5), tensor, 2 if shapes.experts is not None else 1)
     spec = ShardSpec(size=tensor, deterministic=False, expert_size=2 if shapes.experts is not None else 1)
     assert held.total == sum(parameter.numel for parameter in local_parameters(shapes, spec))
@@ -159,13 +175,29 @@ def test_deepseek_v3_has_as_many_parameters_as_the_model_that_transformers_build
     assert parameter_count(model_sizes(DEEPSEEK_V3, "config.json")) == built("deepseek_v3", keys)[1]
 
 
+def test_the_sizes_of_qwen3_next_are_the_published_ones() -> None:
+    # Its model card: 80B parameters, of which 3B are active; 79.67 in its safetensors, without the layer that predicts further tokens.
+    shapes = model_sizes(QWEN3_NEXT, "config.json")
+    assert round(parameter_count(shapes) / 1e9, 2) == 79.67
+    assert round((matrix_parameters(shapes) + shapes.vocab_size * shapes.hidden_size) / 1e9, 2) == 3.87
+    # By hand: 12 layers with 2 keys and values of 256 numbers; 36 with 32 matrices of 128 by 128 and 3 inputs of 8,192 numbers in fp32.
+    assert kv_bytes_per_token(shapes, "bfloat16") == 12 * 2 * 2 * 256 * 2
+    assert state_bytes(shapes) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+
+@pytest.mark.full
+def test_qwen3_next_has_as_many_parameters_as_the_model_that_transformers_builds() -> None:
+    keys = {key: value for key, value in QWEN3_NEXT.items() if key not in ("architectures", "model_type", "torch_dtype")}
+    assert parameter_count(model_sizes(QWEN3_NEXT, "config.json")) == built("qwen3_next", keys)[1]
+
+
 def test_latent_attention_computes_and_keeps_what_its_matrices_say() -> None:
     latent = LatentAttention(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=24)
     plain = ModelShapes("model", 300, 64, 2, 4, 4, 24, 160, 128, tie_word_embeddings=False)
     shapes = replace(plain, latent=latent)
     # By hand: 64 x 24, 24 x 96, 64 x 40, 32 x 112, 48 x 64.
     weights = 64 * 24 + 24 * 96 + 64 * 40 + 32 * 112 + 48 * 64
-    assert shapes.attention_weights == weights
+    assert shapes.attention_weights(0) == weights
     # 6 a weight and token; forward and backward 6 T for a number of a query or of a value.
     assert step_flops(shapes, [10]) == 10 * (6 * (2 * (weights + 3 * 64 * 160) + 300 * 64) + 6 * (96 + 48) * 2 * 10)
     kept, kept_plain = (whole_layer_bytes(each, 0, 2, keeps_sums=False) for each in (shapes, plain))

@@ -12,6 +12,7 @@ from tandem.config.recipe import recipe_of
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.rl.algorithms.loss import make_policy_loss
@@ -33,6 +34,10 @@ LATENT = {
     "architecture": "deepseek_v3", "qk_norm": False, "num_key_value_heads": 4, "head_dim": 24, "latent": LatentAttention(24, 16, 8, 12, 20),
     "rotary_interleaved": True,
 }  # fmt: skip
+
+LINEAR = {"architecture": "qwen3_next", "attention_gate": True, "linear_attention": LinearAttention((0,), 2, 4, 12, 10, 4)}
+FAMILIES = [*map(pytest.param, (PLAIN, WINDOWED, LATENT)), pytest.param(LINEAR, marks=pytest.mark.full)]
+NAMES = ["full attention", "sliding window", "latent attention", "linear attention"]
 
 
 def sequence(id: str, prompt: tuple[int, ...], completion: list[int], mask: list[float], draw: random.Random) -> TrainSequence:
@@ -99,7 +104,7 @@ def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
     assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("family", [PLAIN, WINDOWED, LATENT], ids=["full attention", "sliding window", "latent attention"])
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, object]) -> None:
     model, sequences = small_model("reference", torch.float64, **family), groups(1)
     logprobs, wanted = gradients(model, sequences, False)
@@ -109,7 +114,7 @@ def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, o
     assert distance(found, wanted) < 1e-13
 
 
-@pytest.mark.parametrize("family", [PLAIN, WINDOWED, LATENT], ids=["full attention", "sliding window", "latent attention"])
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_log_probabilities_have_the_same_bits_and_gradients_are_those_of_float64(kernels: str, family: dict[str, object]) -> None:
     model, sequences = small_model(kernels, torch.float32, **family), groups(2)
@@ -128,7 +133,7 @@ def test_long_prompts_whose_keys_are_several_sections_of_the_backward_pass() -> 
     assert distance(found, gradients(small_model("reference", torch.float64), sequences, False)[1]) < 1e-5
 
 
-@pytest.mark.parametrize("family", [PLAIN, LATENT], ids=["full attention", "latent attention"])
+@pytest.mark.parametrize("family", [FAMILIES[0], *FAMILIES[2:]], ids=[NAMES[0], *NAMES[2:]])
 def test_recomputed_layers_give_the_same_gradients(family: dict[str, object]) -> None:
     sequences = groups(4)
     model = small_model("cpu", torch.float32, **family)

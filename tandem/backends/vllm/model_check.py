@@ -19,6 +19,8 @@ def check_model(shapes: ModelShapes, device: str, recipe: Recipe) -> None:
         raise UserError(f"the model is a {shapes.architecture}, whose folder names tensors otherwise than published weights do; {_TO_TANDEM}")
     if shapes.latent is not None:
         raise UserError(f"the model has latent attention, whose matrices are not read back from vLLM; {_TO_TANDEM}")
+    if shapes.linear_attention is not None:
+        raise UserError(f"the model has layers with linear attention, whose weights are not read back from vLLM; {_TO_TANDEM}")
     if device == "cpu" and shapes.head_dim not in CPU_HEAD_SIZES:
         raise UserError(
             f"the model has heads of {shapes.head_dim} values, for which vLLM has no attention on a CPU (it has {', '.join(map(str, CPU_HEAD_SIZES))}); "

@@ -77,7 +77,7 @@ def make_components(
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
     runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler)
-    if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager:
+    if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager and shapes.linear_attention is None:
         runner.make_graphs()
     meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)
     config = SchedulerConfig(
@@ -94,9 +94,9 @@ def make_components(
 
 
 def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[CacheLayer]:
-    """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, for padding
-    rows."""
-    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype)
+    """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, and one more row
+    of states, for padding rows."""
+    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, settings.max_num_seqs + launches_ahead)
 
 
 def widest_window(shapes: ModelShapes) -> int:

@@ -272,5 +272,6 @@ class Scheduler:
         self.kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
         is_last = prefill.num_computed_tokens == len(prefill.tokens)
         if request.pooling is not None:
-            return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), (), request.adapter, prefill.rows[0] if is_last else -1)
-        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), tuple(prefill.rows) if is_last else (), request.adapter)
+            return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), (), request.adapter, prefill.rows[0] if is_last else -1, prefill.rows[0])
+        rows = tuple(prefill.rows) if is_last else ()
+        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter, state_row=prefill.rows[0])

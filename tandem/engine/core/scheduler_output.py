@@ -13,7 +13,7 @@ class ScheduledPrefill(NamedTuple):
 
     ``blocks``: the block table. ``rows``: in the last chunk, the rows that draw their next token from it (one for each sequence of a group);
     empty before. ``pooled_row``: in the last chunk of a pooling request, the row that it leaves after the step without drawing; else -1. ``adapter``: the
-    name of the request's LoRA adapter, empty for none.
+    name of the request's LoRA adapter, empty for none. ``state_row``: the row of the group in every ``StateLayer``: that of its first sequence.
     """
 
     request_id: str
@@ -23,6 +23,7 @@ class ScheduledPrefill(NamedTuple):
     rows: tuple[int, ...]
     adapter: str = ""
     pooled_row: int = -1
+    state_row: int = 0
 
 
 class SchedulerOutput(NamedTuple):

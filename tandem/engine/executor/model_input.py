@@ -32,7 +32,7 @@ def empty_input(device: torch.device) -> ModelInput:
     """Returns an input without tokens."""
     empty = torch.empty(0, dtype=torch.int64, device=device)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
-    return ModelInput(empty, empty, PagedBatch(starts, empty.int(), empty.int().view(0, 1), empty), None)
+    return ModelInput(empty, empty, PagedBatch(starts, empty.int(), empty.int().view(0, 1), empty, empty), None)
 
 
 def advance(last: ModelInput, tokens: Tensor) -> ModelInput:
@@ -51,11 +51,12 @@ def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts:
     width = (max(lengths) - 1) // BLOCK_TOKENS + 1
     query_start = list(itertools.accumulate(map(len, tokens), initial=0))
     device = rows.device
-    tables = rows.block_tables[:, :width].index_select(0, to_device(index, device))
+    own = to_device(index, device)
+    tables = rows.block_tables[:, :width].index_select(0, own)
     fed, owner, positions = to_device(torch.tensor(flat).t().contiguous(), device).unbind(0)
     slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
     ends, contexts = (to_device(torch.tensor(values, dtype=torch.int32), device) for values in (query_start, lengths))
-    return ModelInput(fed, positions, PagedBatch(ends, contexts, tables, slots), None)
+    return ModelInput(fed, positions, PagedBatch(ends, contexts, tables, slots, own), None)
 
 
 def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> ModelInput:
@@ -74,7 +75,7 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
         ends.append(count + len(tokens))
         logit_rows += [ends[-1] - 1] * len(chunk.rows)
     contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
-    paged = batch.paged
+    paged, state_rows = batch.paged, torch.tensor([chunk.state_row for chunk in chunks])
     width = max(paged.block_tables.shape[1], max(len(chunk.blocks) for chunk in chunks))
     tables = padded_tables([chunk.blocks for chunk in chunks], width)
     own_tables = torch.nn.functional.pad(paged.block_tables, (0, width - paged.block_tables.shape[1]))
@@ -90,6 +91,7 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
             joined(paged.context_lens, torch.tensor(contexts, dtype=torch.int32)),
             joined(own_tables, tables),
             joined(paged.slots, torch.tensor(slots)),
+            None if paged.state_rows is None else joined(paged.state_rows, state_rows),
         ),
         torch.tensor(logit_rows, dtype=torch.int64),
     )
@@ -103,7 +105,8 @@ def prefill_input(chunks: tuple[ScheduledPrefill, ...], device: torch.device) ->
 def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
     """Returns ``batch`` with every tensor that the model reads on ``device``."""
     paged = batch.paged
-    moved = PagedBatch(*(to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots)))
+    query_start, context_lens, tables, slots = (to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots))
+    moved = PagedBatch(query_start, context_lens, tables, slots, None if paged.state_rows is None else to_device(paged.state_rows, device))
     return batch._replace(tokens=to_device(batch.tokens, device), positions=to_device(batch.positions, device), paged=moved)
 
 

@@ -20,7 +20,7 @@ from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.row_tensors import to_device
 from tandem.engine.executor.step_message import encode_step
 from tandem.engine.kv_cache.block_pool import BlockCopy
-from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
+from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, copy_states, host_pool
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.pooling.pooler import PooledStates, Pooler
 from tandem.engine.sample.logprobs import PromptLogprobs
@@ -98,6 +98,7 @@ class ModelRunner:
         aux = AuxHiddenStates(layers) if layers else None
         needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
+        copy_states(self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)

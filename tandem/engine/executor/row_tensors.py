@@ -68,7 +68,7 @@ class RowTensors:
         blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
         slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=self.device)
-        return self.last_token.index_select(0, index), positions, PagedBatch(starts, lengths.int(), tables, slots)
+        return self.last_token.index_select(0, index), positions, PagedBatch(starts, lengths.int(), tables, slots, index)
 
     def sampling_metadata(self, index: Tensor, offsets: Tensor | int = 0) -> SamplingMetadata:
         """Returns the sampling settings of the rows ``index[R]``, with the random number of each row's position, or of the one ``offsets[R]`` further."""

@@ -11,24 +11,45 @@ from torch import Tensor
 
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import CacheLayer, empty_cache, empty_latent_cache, stored_dtype
+from tandem.kernels.api import StateLayer, untouched_zeros
 from tandem.kernels.mixed import activation_dtype
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
-def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[CacheLayer]:
-    """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
-    computed = activation_dtype(decoder.kernels, decoder.embed_tokens.dtype)
-    return make_cache_of(decoder.local, blocks, stored_dtype(kv_cache_dtype, computed), decoder.embed_tokens.device)
+def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto", rows: int = 0) -> list[CacheLayer]:
+    """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank; layers with linear attention have ``rows`` rows of
+    states in place of blocks."""
+    weights = decoder.embed_tokens
+    cache = make_cache_of(decoder.local, blocks, stored_dtype(kv_cache_dtype, activation_dtype(decoder.kernels, weights.dtype)), weights.device)
+    of_blocks = iter(cache)
+    linear = (decoder.local.linear_attention_of(layer) for layer in range(decoder.local.num_hidden_layers))
+    return [next(of_blocks) if each is None else empty_states(each, rows, weights.dtype, weights.device) for each in linear]
 
 
 def make_cache_of(shapes: ModelShapes, blocks: int, dtype: torch.dtype, device: torch.device) -> list[CacheLayer]:
-    """Returns an empty cache of ``blocks`` blocks for the layers of ``shapes``."""
+    """Returns an empty cache of ``blocks`` blocks for those layers of ``shapes`` that have one."""
     if shapes.latent is not None:
         # All tensor-parallel ranks hold the whole of it.
-        return [*empty_latent_cache(blocks, shapes.latent.cached_size, shapes.num_hidden_layers, dtype, device)]
-    return [*empty_cache((blocks, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, dtype, device)]
+        return [*empty_latent_cache(blocks, shapes.latent.cached_size, shapes.cached_layers, dtype, device)]
+    return [*empty_cache((blocks, shapes.num_key_value_heads, shapes.head_dim), shapes.cached_layers, dtype, device)]
+
+
+def empty_states(sizes: LinearAttention, rows: int, dtype: torch.dtype, device: torch.device) -> StateLayer:
+    """Returns the states of ``rows`` sequences in a layer of a model of ``dtype``, in at least fp32."""
+    zeros = lambda *shape: untouched_zeros((rows, *shape), torch.promote_types(dtype, torch.float32), device)
+    return StateLayer(zeros(sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim), zeros(sizes.kernel_size - 1, sizes.mixed_size))
+
+
+def copy_states(caches: Sequence[CacheLayer], copies: Sequence[tuple[int, int]]) -> None:
+    """Copies the states at row ``source`` of every layer that has any to row ``target``, for each of ``copies``."""
+    states = [layer for layer in caches if isinstance(layer, StateLayer)] if copies else []
+    for layer in states:
+        source, target = torch.tensor(copies, device=layer.inputs.device).unbind(1)
+        for tensor in layer:
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
@@ -39,7 +60,7 @@ def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
             return None
         return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
-    return [type(layer)(*map(like, layer)) for layer in caches]
+    return [layer if isinstance(layer, StateLayer) else type(layer)(*map(like, layer)) for layer in caches]
 
 
 class Moves(NamedTuple):

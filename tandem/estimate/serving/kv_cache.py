@@ -30,10 +30,10 @@ def widest_window(shapes: ModelShapes) -> int | None:
 def attended_tokens(shapes: ModelShapes, tokens: float) -> float:
     """Returns the tokens that a query after ``tokens`` tokens attends to, over all layers."""
     if not shapes.layer_windows:
-        return shapes.num_hidden_layers * tokens
+        return shapes.cached_layers * tokens
     return sum(min(tokens, window or tokens) for window in shapes.layer_windows)
 
 
 def read_bytes(shapes: ModelShapes, layout: ServingLayout, tokens: float) -> float:
     """Returns the bytes of the cache that one GPU reads for a query after ``tokens`` tokens; of a layer with a window those inside it."""
-    return token_bytes(shapes, layout) / layout.tensor / shapes.num_hidden_layers * attended_tokens(shapes, tokens)
+    return token_bytes(shapes, layout) / layout.tensor / shapes.cached_layers * attended_tokens(shapes, tokens)

@@ -1,10 +1,11 @@
 """How many parameters a GPU holds, from the sharding plan that divides the real weights. Imports no torch."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.sharding import ShardSpec, local_parameters
 
 
@@ -32,12 +33,14 @@ NOTHING = Held(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class HeldByPart:
-    """The parameters of the parts of a model: a layer with a plain MLP, one with experts, the embedding, and what follows the last layer."""
+    """The parameters of the parts of a model: a layer with a plain MLP, one with experts, the embedding, and what follows the last layer. ``linear_attention``:
+    how many more a layer has with linear attention than with softmax attention."""
 
     plain_layer: Held
     expert_layer: Held
     embedding: Held
     head: Held
+    linear_attention: Held = NOTHING
 
 
 @functools.cache
@@ -48,13 +51,21 @@ def held_by_part(shapes: ModelShapes, tensor: int, expert: int) -> HeldByPart:
     spec.check(shapes)
     plain = _one_layer(shapes, spec, has_experts=False)
     with_experts = _one_layer(shapes, spec, has_experts=True) if shapes.experts is not None else (NOTHING, NOTHING, NOTHING)
-    return HeldByPart(plain[1], with_experts[1], plain[0], plain[2])
+    return HeldByPart(plain[1], with_experts[1], plain[0], plain[2], _more_by_linear_attention(shapes))
+
+
+def _more_by_linear_attention(shapes: ModelShapes) -> Held:
+    if shapes.linear_attention is None:
+        return NOTHING
+    own = sum(math.prod(shape) for _, shape in shapes.linear_attention.parameters(shapes.hidden_size))
+    one = replace(shapes, num_hidden_layers=1, linear_attention=None, experts=None)
+    return Held(own - sum(parameter.numel for parameter in parameters(one) if ".self_attn." in parameter.name), 0)
 
 
 def _one_layer(shapes: ModelShapes, spec: ShardSpec, *, has_experts: bool) -> tuple[Held, Held, Held]:
     """Returns the parameters before, in and after the layer of a model of one layer."""
     experts = replace(shapes.experts, dense_layers=()) if has_experts and shapes.experts is not None else None
-    one = replace(shapes, num_hidden_layers=1, layer_windows=(), unrotated_layers=(), experts=experts)
+    one = replace(shapes, num_hidden_layers=1, layer_windows=(), unrotated_layers=(), experts=experts, linear_attention=None)
     if experts is None:
         spec = replace(spec, expert_size=1)
     parts = [[0, 0], [0, 0], [0, 0]]
@@ -75,6 +86,7 @@ def held_on_span(shapes: ModelShapes, span: Span, tensor: int, expert: int, *, w
     held = NOTHING
     for layer in range(span.start, span.stop):
         held += parts.plain_layer if shapes.experts_of(layer) is None else parts.expert_layer
+        held += NOTHING if shapes.linear_attention_of(layer) is None else parts.linear_attention
     # The last stage of several has a copy of a tied embedding.
     if span.is_first or (span.is_last and shapes.tie_word_embeddings):
         held += parts.embedding

@@ -7,13 +7,25 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, LatentLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
+from tandem.kernels.api import (
+    DeltaStates,
+    KVLayer,
+    LatentLayer,
+    PackedGroups,
+    PackedWeight,
+    PagedBatch,
+    Routing,
+    SampledRows,
+    TokenLogprobs,
+)
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
+from tandem.kernels.cpu.gated_delta import CpuPasses
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
 from tandem.kernels.reference_bf16 import flushed
@@ -31,6 +43,7 @@ class CpuKernels:
         self._calls = Calls(library)
         self._attention = AttentionCalls(library)
         self._quantized = QuantizedCalls(library)
+        self._delta = CpuPasses(library)
 
     def bf16_products(self, rounds: bool) -> "CpuBf16Products":
         """See ``ReferenceKernels.bf16_products``, whose bits the products have."""
@@ -150,6 +163,11 @@ class CpuKernels:
 
     def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
         return self._attention.latent_attention(dense(q), cache, batch, scale)[..., :value_size]
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
+    ) -> Tensor:
+        return gated_delta_rule(self._delta, q, k, v, decay, beta, bounds, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "silu")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, LatentLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.api import DeltaStates, KVLayer, LatentLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
 from tandem.kernels.last_queries import attend_last
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.plain_packing import PlainPacking
@@ -140,6 +140,11 @@ class TritonKernels(PlainPacking):
         if q.dtype not in DTYPES:
             return self._reference.latent_attention(q, cache, batch, scale, value_size)
         return latent_attention.paged(q, cache, batch, scale, value_size, self._tiles[q.dtype])
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
+    ) -> Tensor:
+        return self._reference.gated_delta_rule(q, k, v, decay, beta, bounds, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:

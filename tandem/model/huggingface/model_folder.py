@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
+from tandem.layout.linear_attention import OUTPUT
 from tandem.layout.pipeline_stages import Span, layer_of
 from tandem.layout.shapes import (
     CHOICE_BIAS,
@@ -59,6 +60,8 @@ __all__ = [
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADS = ("lm_head.", "score.")
+FURTHER_TOKENS = "mtp."
+"""What the names of modules of multi-token prediction begin with that are not among the layers; transformers leaves them out too."""
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None, *, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +107,8 @@ def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tenso
     layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
 
     is_own = decoder.shapes.transformers is None
-    return read_tensors(folder, lambda name: decoder.holds(name) or (layer_of(name) or 0) >= layers, stacked=is_own)
+    is_wanted = lambda name: not name.startswith(FURTHER_TOKENS) and (decoder.holds(name) or (layer_of(name) or 0) >= layers)
+    return read_tensors(folder, is_wanted, stacked=is_own)
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +135,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         tensors["lm_head.weight"] = decoder.head_weight
     if decoder.score is not None:
         tensors |= _unfused(decoder.score, ["score"], (decoder.shapes.num_labels,))
-    projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+    projections = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
@@ -141,7 +145,12 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
             for linear, name in zip(layer.latent.linears(), layer.latent.names, strict=True):
                 tensors |= _unfused(linear, [f"{at}self_attn.{name}"], (linear.rows,))
             tensors |= {f"{at}self_attn.{name}.weight": weight for name, weight in layer.latent.norms().items()}
-        tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
+        if layer.linear_attention is not None:
+            for linear, (name,) in zip(layer.linear_attention.linears(), layer.stacks(), strict=False):
+                tensors |= _unfused(linear, [matrix_name(index, name)], (linear.rows,))
+            tensors |= {f"{at}linear_attn.{name}": own for name, own in layer.linear_attention.vectors().items()}
+        output = matrix_name(index, "o_proj" if layer.linear_attention is None else OUTPUT)
+        tensors |= _unfused(layer.o_proj, [output], (layer.o_proj.rows,))
         if layer.sinks is not None:
             tensors[f"{at}{SINKS}"] = layer.sinks
         if layer.experts is not None:

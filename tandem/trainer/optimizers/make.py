@@ -39,7 +39,8 @@ def make_piece_optimizer(
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(("router", "shared_gate"))]
+        others = ("router", "shared_gate", "convolution")
+        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(others)]
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
         whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate"))]
@@ -80,7 +81,7 @@ def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[
     rows: dict[str, tuple[int, ...]] = {}
     for name in names:
         if "qkv_proj" in name:
-            rows[name] = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+            rows[name] = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
         elif "experts.gate_up_proj" in name:
             assert shapes.experts is not None
             rows[name] = (shapes.experts.intermediate_size,) * 2

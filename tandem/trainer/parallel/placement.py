@@ -44,6 +44,9 @@ def placement(model: Decoder, name: str) -> Placement:
     if re.search(r"\.latent\.(q_a_proj|kv_a_proj_with_mqa)\.|\.latent\.(q|kv)_a_norm$", name):
         # Every rank computes the compressed vectors of its part of the residual stream.
         return Placement(residual, "tokens")
+    if ".linear_attention." in name:
+        # Every rank computes it for its own tokens.
+        return Placement(residual, "tokens")
     if is_adapter_parameter(name):
         # The second matrix is sharded as the rows of the weight are, and the first as its columns.
         is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj\.", name) is not None
