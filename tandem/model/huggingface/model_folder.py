@@ -40,7 +40,7 @@ from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
-from tandem.model.quantization.formats import decoded_blocks, is_packed_config
+from tandem.model.quantization.formats import decoded_blocks, has_mxfp4, is_packed_config
 from tandem.model.quantization.fp8_blocks import decoded, wanted_with_scales
 from tandem.model.quantization.scheme import Scheme
 from tandem.runtime.process.temporary import temporary_folder
@@ -324,6 +324,7 @@ def load_model(
         folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora, implemented_by=implemented_by
     )
     decoder.quantization = quantization or decoder.quantization
+    decoder.experts_in_mxfp4 = has_mxfp4(read_json(Path(folder) / "config.json"))
     try:
         tensors = trunk_tensors(folder) if heads == "none" else read_held(folder, decoder)
         load_tensors(decoder, chain(tensors, new_adapter(decoder.shapes, seed)), pack=pack)

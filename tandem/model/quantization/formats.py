@@ -61,6 +61,12 @@ def is_packed_config(content: Mapping[str, Any]) -> bool:
     return config is not None and not (isinstance(config, dict) and config.get("quant_method") in DECODED)
 
 
+def has_mxfp4(content: Mapping[str, Any]) -> bool:
+    """Returns whether the content of a ``config.json`` is of a folder whose experts are in MXFP4."""
+    config = content.get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+
+
 def decoded_blocks(content: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     """Returns the rows and columns that share a scale in a folder of fp8, whose ``config.json`` has ``content``; ``None`` for another. Raises ``UserError``
     for fp8 in a form that is not read; ``where`` names it."""
