@@ -22,7 +22,7 @@ from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_checkpoint
 from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
-from tandem.model.quantization.formats import is_packed_config
+from tandem.model.quantization.formats import decoded_blocks, is_packed_config
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
@@ -150,7 +150,8 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 def _from_huggingface(folder: Path, config: Path | None) -> Source:
     shapes = read_shapes(config or folder)
-    if is_packed_config(read_json((config or folder) / "config.json")):
+    content = read_json((config or folder) / "config.json")
+    if is_packed_config(content) or decoded_blocks(content, str(folder)) is not None:
         raise UserError(f"'{folder}' is quantised, which has no other layout; give the unquantized checkpoint")
     given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
     if shapes.tie_word_embeddings and torch.equal(

@@ -140,10 +140,12 @@ class PagedBatch:
 
 class Kernels(Protocol):
     """The set of kernels that a model computes with. All but ``pack``, ``packed_rows``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
-    ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
+    ``pack_groups``, ``pack_quantized_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
     differentiable in their floating tensors."""
 
     name: str
+    multiplies_coded_groups: bool
+    """Whether they have ``pack_quantized_groups``."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Computes ``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N]. Same bits as ``linear_packed`` of the same weight."""
@@ -197,9 +199,13 @@ class Kernels(Protocol):
         """Copies ``weight[G, N, K]`` into the kernel's own layout."""
         ...
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
+    def pack_quantized_groups(self, weights: Sequence[QuantizedWeight]) -> PackedQuantized:
+        """Does ``pack_groups`` for quantized weights of the same kind and shape, without zeros and rounded inputs, which stay in their codes."""
+        ...
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts | PackedQuantized, bounds: Tensor) -> Tensor:
         """Does ``grouped_linear`` with weights that are used many times between changes, or with several of the same groups, whose outputs are put side by
-        side. No gradient."""
+        side. With quantized ones it has the bits of the product with the decoded ones. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:

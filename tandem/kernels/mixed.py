@@ -87,6 +87,8 @@ class MixedKernels:
     result's gradient in e5m2, each with one scale per tensor that brings its largest magnitude to the format's largest number; results in
     bf16; the head stays in bf16."""
 
+    multiplies_coded_groups = False
+
     def __init__(self, inner: Kernels, precision: Precision, emulated: bool, rounds_results: bool = True) -> None:
         self.inner, self.precision, self.emulated, self.rounds_results = inner, precision, emulated, rounds_results
         self.name = inner.name

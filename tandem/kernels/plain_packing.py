@@ -1,5 +1,6 @@
 """Packed weights of kernel sets that use plain layouts: packing is a copy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tandem.kernels.quantized import (
     dequantize,
     int8_linear,
     keep_codes,
+    of_groups,
     plain_weight,
     round_inputs,
     with_parts,
@@ -22,6 +24,8 @@ from tandem.layout.shapes import Activation
 
 class PlainPacking:
     """The packed half of the interface of ``api``, based on the kernel set's own plain products. No gradients."""
+
+    multiplies_coded_groups = True
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -68,8 +72,13 @@ class PlainPacking:
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
+    def pack_quantized_groups(self, weights: Sequence[QuantizedWeight]) -> PackedQuantized:
+        return of_groups([keep_codes(weight) for weight in weights])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts | PackedQuantized, bounds: Tensor) -> Tensor:
         with torch.no_grad():
+            if isinstance(weight, PackedQuantized):
+                return self.grouped_linear(x, dequantize(weight).to(x.dtype), bounds)
             if isinstance(weight, PackedParts):
                 return torch.cat([self.grouped_linear(x, part.data, bounds) for part in weight.parts], dim=1)
             return self.grouped_linear(x, weight.data, bounds)

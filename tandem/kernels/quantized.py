@@ -4,7 +4,7 @@ A weight of N output channels and K inputs is ``codes[N, K]``; runs of ``group_s
 
     weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = the group of column k
 
-or, for nf4, ``NORMAL_FLOATS[codes[n, k]] * scales[n, g]``.
+or, for nf4, ``NORMAL_FLOATS[codes[n, k]] * scales[n, g]``, and for mxfp4 the same with ``MXFP4_NUMBERS``.
 
 ``inputs`` says what happens to the other operand: nothing (weight-only, "W4A16"), or a rounding to 8 bits under a scale
 of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). An int8 weight with one scale a channel and
@@ -12,18 +12,18 @@ int8 inputs is multiplied in integers, exactly; everything else is decoded to fp
 includes fp8 inputs: no processor has an instruction for them, so theirs is an emulation in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-CodeKind = Literal["int4", "nf4", "int8", "float8_e4m3", "bfloat16", "float16"]
+CodeKind = Literal["int4", "nf4", "mxfp4", "int8", "float8_e4m3", "bfloat16", "float16"]
 InputKind = Literal["plain", "int8", "float8_e4m3"]
 
 CODE_DTYPES = {
-    "int4": torch.uint8, "nf4": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+    "int4": torch.uint8, "nf4": torch.uint8, "mxfp4": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 INT8_MAX, FP8_MAX = 127.0, 448.0
 NORMAL_FLOATS = (
@@ -31,13 +31,16 @@ NORMAL_FLOATS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The 4-bit NormalFloat (Dettmers et al., 2023, "QLoRA", appendix E): quantiles of the normal distribution, with an exact 0."""
+MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""E2M1 (Open Compute Project, 2023, "OCP Microscaling Formats (MX)") by code: a sign, two bits of exponent and one of mantissa."""
+_NUMBERS: dict[str, tuple[float, ...]] = {"nf4": NORMAL_FLOATS, "mxfp4": MXFP4_NUMBERS}
 MOST_COLUMNS = 1 << 17
 """Inputs of an integer product: 127 * 127 times this number still fits an int32."""
 
 
 class QuantizedWeight(NamedTuple):
-    """``codes[N, K]``: uint8 0..15 (int4, nf4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole numbers or ``None``
-    (both ``None`` for bf16 and fp16), G = ceil(K / ``group_size``).
+    """``codes[N, K]``: uint8 0..15 (int4, nf4, mxfp4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole numbers or ``None``
+    (both ``None`` for bf16 and fp16; those of mxfp4 are powers of two), G = ceil(K / ``group_size``).
 
     ``order[K]`` int64 (``None``: identity): column i of ``codes`` belongs to input ``order[i]``, so that the columns of groups chosen by
     importance (GPTQ's ``desc_act``) are adjacent. ``input_group``: columns of an input row that share a scale; 0: the whole row.
@@ -62,7 +65,8 @@ class QuantizedWeight(NamedTuple):
 
 
 class PackedQuantized(NamedTuple):
-    """A ``QuantizedWeight`` in its kernel's layout: ``data``, ``scales`` and ``zeros`` belong to the kernel set."""
+    """A ``QuantizedWeight`` in its kernel's layout: ``data``, ``scales`` and ``zeros`` belong to the kernel set. Of several groups (``pack_quantized_groups``),
+    each of ``rows`` x ``columns``, they have a first axis more."""
 
     kind: CodeKind
     data: Tensor
@@ -99,6 +103,13 @@ def keep_codes(weight: QuantizedWeight) -> PackedQuantized:
     )
 
 
+def of_groups(weights: Sequence[PackedQuantized]) -> PackedQuantized:
+    """Returns the packed ``weights`` of as many groups, which are alike, as one."""
+    first, each = weights[0], lambda name: [getattr(weight, name) for weight in weights]
+    assert first.zeros is None and first.order is None and first.inputs == "plain"
+    return first._replace(data=torch.stack(each("data")), scales=torch.stack(each("scales")))
+
+
 def check_integer_columns(columns: int) -> None:
     if columns > MOST_COLUMNS:
         raise ValueError(f"an integer product has {columns} inputs; it must have at most {MOST_COLUMNS} to avoid overflow")
@@ -116,16 +127,17 @@ def _check(weight: QuantizedWeight) -> None:
 
 
 def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
-    """Returns the dequantised weight [N, K] in fp32, with columns in the order of the codes. A packed weight must come
+    """Returns the dequantised weight [N, K] in fp32, of groups [G, N, K], with columns in the order of the codes. A packed weight must come
     from ``keep_codes``."""
     codes = weight.codes if isinstance(weight, QuantizedWeight) else weight.data
-    wide = codes.new_tensor(NORMAL_FLOATS, dtype=torch.float32)[codes.long()] if weight.kind == "nf4" else codes.float()
+    numbers = _NUMBERS.get(weight.kind)
+    wide = codes.float() if numbers is None else codes.new_tensor(numbers, dtype=torch.float32)[codes.long()]
     if weight.scales is None:
         return wide
-    group = torch.arange(wide.shape[1], device=wide.device) // weight.group_size
+    group = torch.arange(wide.shape[-1], device=wide.device) // weight.group_size
     if weight.zeros is not None:
         wide = wide - weight.zeros[:, group]
-    return wide * weight.scales[:, group]
+    return wide * weight.scales[..., group]
 
 
 def plain_weight(weight: QuantizedWeight | PackedQuantized) -> Tensor:

@@ -100,6 +100,8 @@ class Decoder(nn.Module):
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
+        # Whether an engine keeps experts in MXFP4, as their folder has them.
+        self.experts_in_mxfp4 = False
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
         self.router_balance: RouterBalance | None = None
@@ -343,8 +345,8 @@ class Decoder(nn.Module):
         """Packs every matrix and the head for inference, and drops the plain matrices one by one (the embedding table stays).
 
         ``fill(index)``, if given, is called before layer ``index`` is packed, to write its plain matrices. Matrices are quantized as stored
-        in a checkpoint, or else rounded as ``quantization`` says; routers and experts stay plain, and so does the head unless
-        ``quantization`` includes it.
+        in a checkpoint, or else rounded as ``quantization`` says; routers and experts stay plain, but for those of a folder in MXFP4 as long as their numbers
+        are of it, and so does the head unless ``quantization`` includes it.
 
         Later changes of the weights have no effect until ``pack`` is called again; ``load_tensors`` leaves the decoder unpacked for that.
         On a packed decoder it only packs a tied head again, and nothing if its weights are adopted.
@@ -358,7 +360,7 @@ class Decoder(nn.Module):
                 if fill is not None:
                     fill(index)
                 matrices.append(tuple(self._pack_matrix(layer, linear) for linear in layer.linears()))
-                experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
+                experts.append(layer.experts.pack(self.kernels, self.experts_in_mxfp4) if layer.experts else None)
             self._packed_matrices = matrices
             self._packed = self._packed_steps(self._adapted(matrices), experts)
         if self.lm_head is None:
@@ -397,6 +399,7 @@ class Decoder(nn.Module):
         assert self.group is None and self.parallel is None
         twin = Decoder(self.shapes, self.kernels, dtype=self.dtype, device=self.device)
         twin.quantization, twin.kv_cache_dtype = self.quantization, self.kv_cache_dtype
+        twin.experts_in_mxfp4 = self.experts_in_mxfp4
         twin.use_context(self.positions)
         return twin
 

@@ -16,6 +16,7 @@ from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import Activation, ExpertShapes
 from tandem.model.attention import logistic
 from tandem.model.parallel.expert_parallel import on_their_ranks
+from tandem.model.quantization.mxfp4 import pack_exactly
 from tandem.model.routing import Route, Selection
 from tandem.runtime.collectives.communicator import Communicator
 
@@ -56,11 +57,12 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
         self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
 
-    def pack(self, kernels: Kernels) -> "ExpertLayer":
-        """Returns the layer with packed matrices and drops the plain ones."""
+    def pack(self, kernels: Kernels, in_mxfp4: bool = False) -> "ExpertLayer":
+        """Returns the layer with packed matrices and drops the plain ones. ``in_mxfp4``: they are kept in codes of 4 bits as long as these are exact."""
         assert self.gate_up_proj is not None and self.down_proj is not None
-        gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
-        down, self.down_proj = kernels.pack_groups(self.down_proj), None
+        pack = lambda weights: (pack_exactly(kernels, weights) if in_mxfp4 else None) or kernels.pack_groups(weights)
+        gate_up, self.gate_up_proj = pack(self.gate_up_proj), None
+        down, self.down_proj = pack(self.down_proj), None
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
         router = plain.pack(self.router if self.selection is None else wide(self.router))

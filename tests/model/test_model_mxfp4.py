@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,12 +15,14 @@ from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.convert import convert
 from tandem.kernels import select
+from tandem.kernels.quantized import PackedQuantized, dequantize
 from tandem.layout.shapes import parameter_count
 from tandem.model.decoder import PackedContext
 from tandem.model.huggingface.model_config import read_json
-from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model
+from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model
 from tandem.model.quantization.formats import read_format
-from tandem.model.quantization.mxfp4 import decode
+from tandem.model.quantization.load import held_bytes
+from tandem.model.quantization.mxfp4 import decode, encode, pack_exactly
 from tandem.planner.model_sizes import read_model_sizes
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
@@ -127,3 +129,58 @@ def test_what_is_missing_or_has_another_shape_is_named(folder: Path, tmp_path: P
         list(read_tensors(broken(blocks=tensors[f"{at}_blocks"][..., :8].contiguous())))
     with pytest.raises(UserError, match=rf"tensor '{at}_bias' has shape \[2, 64\]; config.json requires \[3, 64\]"):
         list(read_tensors(broken(bias=tensors[f"{at}_bias"][:2].contiguous())))
+
+
+def test_numbers_are_encoded_with_their_bits_or_not_at_all() -> None:
+    numbers = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (40, 3, 16), generator=numbers, dtype=torch.uint8)
+    scales = torch.randint(0, 252, (40, 3), generator=numbers, dtype=torch.uint8)
+    blocks[0], blocks[1] = 0, 0x88  # Zeros, and negative ones.
+    for columns in (96, 70):
+        weight = decode(blocks, scales, columns).float()
+        coded = encode(weight)
+        assert coded is not None and torch.equal(dequantize(coded).view(torch.int32), weight.view(torch.int32))
+        assert coded.codes.max() < 16 and coded.scales is not None
+        other = weight.clone()
+        other[7, 5] += other[7].abs().max() / 16
+        assert encode(other) is None and encode(other * float("nan")) is None
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_product_with_codes_has_the_bits_of_the_product_with_the_decoded_weights(name: Literal["reference", "cpu"]) -> None:
+    """Of groups of no, one, few and many rows, over several sums of 256 columns, with a last panel of 6 outputs and a last block of 8 columns."""
+    kernels, numbers = select(name), torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (5, 70, 17, 16), generator=numbers, dtype=torch.uint8)
+    weights = torch.stack([decode(each, torch.randint(100, 140, (70, 17), generator=numbers, dtype=torch.uint8), 520).float() for each in blocks])
+    packed = pack_exactly(kernels, weights)
+    assert packed is not None and isinstance(packed, PackedQuantized)
+    x, bounds = torch.randn(31, 520, generator=numbers), torch.tensor([0, 1, 1, 7, 24, 31])
+    out = kernels.grouped_linear_packed(x, packed, bounds)
+    assert torch.equal(out, kernels.grouped_linear_packed(x, kernels.pack_groups(weights), bounds)) and out.abs().max() > 1
+    exact = torch.cat([x[a:b].double() @ w.double().t() for a, b, w in zip(bounds, bounds[1:], weights, strict=False)])
+    assert (out - exact).norm() < 1e-6 * exact.norm()
+    if name == "cpu":
+        assert packed.data.nbytes == 5 * 128 * 520 // 2 and packed.scales is not None and packed.scales.nbytes == 5 * 128 * 17
+
+
+def test_an_engine_keeps_experts_in_four_bits_with_the_bits_of_the_decoded_ones(folder: Path, packed_logits: Callable[..., list[Tensor]]) -> None:
+    sequences = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
+    for name in ("cpu", "reference"):
+        coded, plain = (load_model(folder, select(name), pack=pack) for pack in (True, False))
+        trained = packed_logits(plain, sequences)
+        assert all(torch.equal(a, b) for a, b in zip(packed_logits(coded, sequences), trained, strict=True))
+        if name == "reference":
+            continue
+        plain.experts_in_mxfp4 = False
+        plain.pack()
+        assert all(torch.equal(a, b) for a, b in zip(packed_logits(plain, sequences), trained, strict=True))
+        # 2 layers of 3 experts, whose matrices have 64 and 64 rows of 64 and 32 columns, in codes and a byte for 32 columns.
+        saved = 2 * 3 * 64 * (64 + 32)
+        assert held_bytes(plain) - held_bytes(coded) == 4 * saved - (saved // 2 + saved // 32)
+        # What is published by a trainer has other numbers, and is kept as it is.
+        changed = {name: tensor + 0.01 if "down_proj.weight" in name else tensor for name, tensor in read_tensors(folder)}
+        load_tensors(coded, changed.items(), pack=True)
+        load_tensors(plain, changed.items(), pack=True)
+        assert all(torch.equal(a, b) for a, b in zip(packed_logits(coded, sequences), packed_logits(plain, sequences), strict=True))
+        assert not any(isinstance(matrices["experts"].down, PackedQuantized) for matrices in coded.packed_matrices()[:-1])
+        assert all(isinstance(matrices["experts"].gate_up, PackedQuantized) for matrices in coded.packed_matrices()[:-1])

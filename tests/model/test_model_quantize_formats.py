@@ -100,7 +100,7 @@ def blocks(rows: int, columns: int, _: Tensor) -> Packed:
     for row in range(rows):
         for column in range(columns):
             dequantised[row, column] *= scales[row // 32, column // 32]
-    return {"weight": codes, "weight_scale_inv": scales}, dequantised
+    return {"weight": codes, "weight_scale": scales}, dequantised
 
 
 def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -137,7 +137,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Packed], str]] = {
         compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, eight("float")),
         lambda *a: float_quantized(*a, one_scale=True), "fp8",
     ),
-    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}, blocks, "fp8 runs"),
+    "fp8 blocks": (
+        compressed(
+            "float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]},
+            {**eight("float"), "strategy": "group", "group_size": 32},
+        ), blocks, "fp8 runs",
+    ),
 }  # fmt: skip
 
 
@@ -230,6 +235,7 @@ def test_a_wrong_order_of_nibbles_would_show(
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version", "gemv"]),
         ({"quant_method": "fp8"}, ["weight_block_size"]),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}, ["activation_scheme", "static"]),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, ["fmt", "e5m2"]),
         (compressed("marlin-24", FOUR), ["format", "marlin-24"]),
         (compressed("pack-quantized", {**FOUR, "num_bits": 8}), ["8 bits"]),
         (compressed("int-quantized", {"num_bits": 8, "type": "int"}, {**eight("int"), "dynamic": False}), ["static"]),

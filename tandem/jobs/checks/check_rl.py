@@ -38,8 +38,9 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import hub_model
-from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_config import read_json, read_shapes
 from tandem.model.model_source import found_model
+from tandem.model.quantization.formats import decoded_blocks
 from tandem.pod.leadership import check_coordination
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
@@ -107,6 +108,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         shapes, context = read_shapes(folder, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         if recipe.rollout.backend == "vllm":
             check_vllm_model(shapes, pod_device(recipe.machine), recipe)
+            if decoded_blocks(read_json(folder / "config.json"), str(folder)) is not None:
+                raise UserError(f"'{recipe.model.path}' is in fp8, which vLLM keeps and published weights are not in; set rollout.backend to tandem")
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.trainer.backend == "megatron":

@@ -4,6 +4,8 @@ Checks are few, because a small model spends as long in Python as in arithmetic:
 into an invalid memory access. Autograd bookkeeping is set up only if a gradient is needed.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
 from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
-from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
+from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, of_groups, with_parts
 from tandem.kernels.reference_bf16 import flushed
 from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import Activation
@@ -37,6 +39,7 @@ class CpuKernels:
     """fp32 on CPU, with the same bits on every instruction set (see ``vec.h``)."""
 
     name = "cpu"
+    multiplies_coded_groups = True
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -112,7 +115,12 @@ class CpuKernels:
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return self._calls.pack_groups(dense(weight.detach()))
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
+    def pack_quantized_groups(self, weights: Sequence[QuantizedWeight]) -> PackedQuantized:
+        return of_groups([self._quantized.pack(weight) for weight in weights])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts | PackedQuantized, bounds: Tensor) -> Tensor:
+        if isinstance(weight, PackedQuantized):
+            return self._quantized.grouped_linear(dense(x), weight, bounds)
         if isinstance(weight, PackedParts):
             return torch.cat([self._calls.grouped_linear(dense(x), part, bounds) for part in weight.parts], dim=1)
         return self._calls.grouped_linear(dense(x), weight, bounds)

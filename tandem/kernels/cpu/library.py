@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "coded_bytes": (_N, (_I, _N, _N)),
     "coded_pack": (None, (_I, _P, _N, _N, _P)),
     "coded_linear": (_I, (_P, _I, _P, _P, _P, _N, _P, _N, _N, _N, _P)),
+    "coded_grouped_linear": (_I, (_P, _I, _P, _N, _P, _N, _N, _P, _N, _N, _N, _P)),
     "bf16_has_instruction": (_I, ()),
     "bf16_packed_pairs": (_N, (_N, _N)),
     "bf16_pack": (_I, (_P, _N, _N, _P)),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, empty
 
-from tandem.kernels.cpu.calls import dense, shape_error
+from tandem.kernels.cpu.calls import dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import (
     CODE_DTYPES,
@@ -15,7 +15,7 @@ from tandem.kernels.quantized import (
     round_inputs,
 )
 
-_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5}
+_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5, "mxfp4": 6}
 _PANEL = 64
 
 
@@ -38,7 +38,11 @@ class QuantizedCalls:
         kind = _KINDS[plain.kind]
         data = empty(self._c.coded_bytes(kind, rows, columns), dtype=torch.uint8)
         self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
-        return plain._replace(data=data, scales=_by_panel(plain.scales), zeros=_by_panel(plain.zeros))
+        scales = plain.scales
+        if plain.kind == "mxfp4" and scales is not None:
+            # E8M0: the exponent of a power of two as fp32 has it.
+            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        return plain._replace(data=data, scales=_by_panel(scales), zeros=_by_panel(plain.zeros))
 
     def linear(self, x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
         rows, width = x.shape
@@ -60,6 +64,21 @@ class QuantizedCalls:
         )  # fmt: skip
         return out
 
+    def grouped_linear(self, x: Tensor, weight: PackedQuantized, bounds: Tensor) -> Tensor:
+        """Computes ``Kernels.grouped_linear_packed``."""
+        groups, bounds = len(weight.data), indices(bounds, torch.int64)
+        if x.dim() != 2 or x.shape[1] != weight.columns:
+            raise shape_error("grouped_linear x", x, f"[R, {weight.columns}]")
+        if bounds.shape[0] != groups + 1 or int(bounds[-1]) != x.shape[0]:
+            raise ValueError(f"grouped_linear bounds are {bounds.tolist()}; expected {groups + 1} numbers up to {x.shape[0]}")
+        assert weight.scales is not None and weight.inputs == "plain"
+        out = x.new_empty(x.shape[0], weight.rows)
+        self._c.coded_grouped_linear(
+            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), weight.scales.data_ptr(),
+            weight.scales[0].nbytes, weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def _inputs(self, x: Tensor, weight: PackedQuantized) -> Tensor:
         if weight.inputs != "float8_e4m3":
             return dense(round_inputs(x, weight))
@@ -76,7 +95,7 @@ class QuantizedCalls:
         assert not weight.is_integer_product
         panels = -(-weight.rows // _PANEL)
         data = weight.data.view(panels, weight.columns, -1)
-        if weight.kind in ("int4", "nf4"):
+        if weight.kind in ("int4", "nf4", "mxfp4"):
             codes = torch.cat([data & 15, data >> 4], dim=2)
         else:
             codes = data.view(CODE_DTYPES[weight.kind])
@@ -86,9 +105,10 @@ class QuantizedCalls:
 
         plain = by_row(codes)
         assert plain is not None
-        return plain_weight(
-            QuantizedWeight(weight.kind, plain, by_row(weight.scales), by_row(weight.zeros), weight.group_size, weight.order)
-        )
+        scales = by_row(weight.scales)
+        if weight.kind == "mxfp4" and scales is not None:
+            scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        return plain_weight(QuantizedWeight(weight.kind, plain, scales, by_row(weight.zeros), weight.group_size, weight.order))
 
 
 def _by_panel(x: Tensor | None) -> Tensor | None:

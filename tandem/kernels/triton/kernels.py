@@ -27,6 +27,8 @@ class TritonKernels(PlainPacking):
     """
 
     name = "triton"
+    # There is no program that decodes the codes of groups as it multiplies; decoding whole ones for each product would cost more than it saves.
+    multiplies_coded_groups = False
 
     def __init__(self, deterministic: bool = True, tiles: Tiles | None = None, splits: bool | None = None) -> None:
         self.deterministic = deterministic

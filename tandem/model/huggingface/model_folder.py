@@ -41,7 +41,8 @@ from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
-from tandem.model.quantization.formats import is_packed_config
+from tandem.model.quantization.formats import decoded_blocks, has_mxfp4, is_packed_config
+from tandem.model.quantization.fp8_blocks import decoded, wanted_with_scales
 from tandem.model.quantization.scheme import Scheme
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.folder_manifest import write_manifest
@@ -66,8 +67,8 @@ FURTHER_TOKENS = "mtp."
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None, *, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of the folder by its Hugging Face name, or those that ``is_wanted`` selects, from one file or from shards; matrices that the
-    family's folder stacks one by one, unless they are not ``stacked`` for the reader. Raises ``UserError`` before the first tensor if a file is missing, and
-    while reading if one is broken."""
+    family's folder stacks one by one, unless they are not ``stacked`` for the reader, and those in blocks of fp8 in fp32. Raises ``UserError`` before the
+    first tensor if a file is missing, and while reading if one is broken."""
     folder = Path(folder)
     stacks = _stacks_of(folder) if stacked else None
     shards: dict[str, list[str] | None] = {}
@@ -86,9 +87,16 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
     for shard in shards:
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
-    wanted = is_wanted if stacks is None else stacks.wanted(is_wanted)
-    tensors = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
+    wanted, blocks = is_wanted if stacks is None else stacks.wanted(is_wanted), _blocks_of(folder)
+    wanted = wanted if blocks is None else wanted_with_scales(wanted)
+    tensors: Iterator[tuple[str, Tensor]] = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
+    tensors = tensors if blocks is None else decoded(tensors, blocks)
     yield from tensors if stacks is None else stacks.split(tensors)
+
+
+def _blocks_of(folder: Path) -> tuple[int, int] | None:
+    path = folder / "config.json"
+    return decoded_blocks(read_json(path), str(path)) if path.is_file() else None
 
 
 def _stacks_of(folder: Path) -> Stacks | ExpertStacks | None:
@@ -325,6 +333,7 @@ def load_model(
         folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora, implemented_by=implemented_by
     )
     decoder.quantization = quantization or decoder.quantization
+    decoder.experts_in_mxfp4 = has_mxfp4(read_json(Path(folder) / "config.json"))
     try:
         tensors = trunk_tensors(folder) if heads == "none" else read_held(folder, decoder)
         load_tensors(decoder, chain(tensors, new_adapter(decoder.shapes, seed)), pack=pack)

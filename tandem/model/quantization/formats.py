@@ -10,11 +10,11 @@ from tandem.model.huggingface.model_config import read_json
 from tandem.types import UserError
 
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "nf4", "llm-int8"]
-"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, DeepSeek's fp8 with block scales, and two of bitsandbytes."""
+"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, DeepSeek's fp8 with block scales (which is decoded as it is read), and two of bitsandbytes."""
 
 SUPPORTED = "awq, gptq, compressed-tensors, fp8, bitsandbytes and mxfp4"
-DECODED = ("mxfp4",)
-"""Methods whose weights are decoded as they are read (``huggingface.stacked_experts``), after which nothing sees that they were quantized."""
+DECODED = ("mxfp4", "fp8")
+"""Methods whose weights are decoded as they are read (``huggingface.stacked_experts``, ``fp8_blocks``), after which nothing sees that they were quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def read_format(folder: str | Path) -> CheckpointFormat | None:
     path = Path(folder) / "config.json"
     content = read_json(path)
     if not is_packed_config(content):
+        decoded_blocks(content, str(path))
         return None
     config = content["quantization_config"]
     if not isinstance(config, dict):
@@ -58,6 +59,19 @@ def is_packed_config(content: Mapping[str, Any]) -> bool:
     """Returns whether the content of a ``config.json`` is of a folder whose weights stay as they were quantized."""
     config = content.get("quantization_config")
     return config is not None and not (isinstance(config, dict) and config.get("quant_method") in DECODED)
+
+
+def has_mxfp4(content: Mapping[str, Any]) -> bool:
+    """Returns whether the content of a ``config.json`` is of a folder whose experts are in MXFP4."""
+    config = content.get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+
+
+def decoded_blocks(content: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Returns the rows and columns that share a scale in a folder of fp8, whose ``config.json`` has ``content``; ``None`` for another. Raises ``UserError``
+    for fp8 in a form that is not read; ``where`` names it."""
+    config = content.get("quantization_config")
+    return format_of(config, where).block if isinstance(config, dict) and config.get("quant_method") == "fp8" else None
 
 
 def format_of(config: dict[str, Any], where: str) -> CheckpointFormat:
@@ -117,12 +131,10 @@ def _fp8(config: dict[str, Any], where: str) -> CheckpointFormat:
     block = config.get("weight_block_size")
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise _fail(where, "weight_block_size", block, "it must be two whole numbers, usually [128, 128]")
-    scheme = config.get("activation_scheme", "dynamic")
-    if scheme != "dynamic":
-        raise _fail(where, "activation_scheme", scheme, "only dynamic scales of the inputs are supported")
-    return CheckpointFormat(
-        "fp8", block=(block[0], block[1]), rounds_inputs=True, ignored=_names(config, "modules_to_not_convert")
-    )
+    for key, known, fix in (("fmt", "e4m3", "only e4m3 is supported"), ("activation_scheme", "dynamic", "only dynamic scales of the inputs are supported")):
+        if config.get(key, known) != known:
+            raise _fail(where, key, config[key], fix)
+    return CheckpointFormat("fp8", block=(block[0], block[1]))
 
 
 def _bitsandbytes(config: dict[str, Any], where: str) -> CheckpointFormat:

@@ -29,7 +29,7 @@ def scheme_of(stored: CheckpointFormat) -> Scheme:
         return Scheme("nf4", 64)
     if stored.layout in ("int-quantized", "llm-int8"):
         return Scheme("int8", stored.group_size, inputs="int8" if stored.rounds_inputs else "plain")
-    if stored.layout in ("float-quantized", "fp8"):
+    if stored.layout == "float-quantized":
         columns = 0 if stored.block is None else stored.block[1]
         return Scheme("float8_e4m3", columns, inputs="float8_e4m3" if stored.rounds_inputs else "plain", input_group=columns)
     return Scheme("int4", stored.group_size, symmetric=stored.symmetric)
@@ -126,7 +126,7 @@ def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: 
     group = stored.group_size or columns
     readers: dict[str, Callable[..., QuantizedWeight]] = {
         "awq": _awq, "gptq": _gptq, "pack-quantized": _pack_quantized, "int-quantized": _int_quantized,
-        "float-quantized": _float8, "fp8": _float8, "nf4": bitsandbytes.read_four_bits, "llm-int8": bitsandbytes.read_int8,
+        "float-quantized": _float8, "nf4": bitsandbytes.read_four_bits, "llm-int8": bitsandbytes.read_int8,
     }  # fmt: skip
     weight = readers[stored.layout](module, stored, tensors, rows, columns, group)
     for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
@@ -196,7 +196,7 @@ def _float8(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, 
     codes = take(f"{module}.weight", tensors, (rows, columns))
     if codes.dtype != torch.float8_e4m3fn:
         raise UserError(f"tensor '{module}.weight' is {codes.dtype}; config.json says float8_e4m3fn")
-    inputs, name = "float8_e4m3" if stored.rounds_inputs else "plain", "weight_scale_inv" if stored.layout == "fp8" else "weight_scale"
+    inputs, name = "float8_e4m3" if stored.rounds_inputs else "plain", "weight_scale"
     input_group = 0
     if stored.block is not None:
         high, group = stored.block

@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +54,27 @@ class Failure {
  private:
   std::atomic<bool> failed_{false};
 };
+
+// Calls run(g, first row, rows) for each group that has rows, the ones `bounds[g]` to `bounds[g + 1]`, of `work` multiply-adds a row: a group a thread, where
+// no group is more than one thread's share; else all threads on one group after another. Throws where an allocation failed.
+template <typename Run>
+void each_group(const int64_t* bounds, int64_t groups, int64_t work, Run run) {
+  Failure failure;
+  int64_t busy = 0, most = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    busy += bounds[g + 1] > bounds[g];
+    most = std::max(most, bounds[g + 1] - bounds[g]);
+  }
+  const int64_t total = bounds[groups] - bounds[0];
+  const int threads = threads_for(total * work + busy * work);
+  const bool apart = threads > 1 && busy >= 2 * threads && most * threads <= total;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (apart)
+  for (int64_t g = 0; g < groups; ++g)
+    failure.guard([&] {
+      if (bounds[g + 1] > bounds[g]) run(g, bounds[g], bounds[g + 1] - bounds[g]);
+    });
+  failure.raise();
+}
 
 // Floats on a cache line, kept by their thread from call to call and only ever grown.
 class Scratch {
