@@ -36,7 +36,7 @@ def test_a_filter_at_another_temperature_needs_old_logprobs_of_the_trainer(filte
 def test_an_unknown_algorithm_is_named_before_the_sections_of_another_kind_of_recipe(name: Any) -> None:
     with pytest.raises(UserError) as caught:
         load_config(Path(__file__).parents[2] / "recipes" / "sft.yaml", [f"--algorithm.name={name}"])
-    names = "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, distillation, pretrain, sft, dpo, reward_model"
+    names = "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, distillation, pretrain, sft, dpo, reward_model, draft"
     assert str(caught.value) == f"'algorithm.name' is {name!r}; it must be one of {names}"
 
 
