@@ -230,8 +230,8 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
 
 
 def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
-    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary, or where it has an
-    option that layers with linear attention do not support."""
+    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary, or where
+    it has an option that layers with linear attention do not support."""
     try:
         ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
     except ValueError as error:
