@@ -318,7 +318,6 @@ class PretrainRecipe:
         if self.model.create is not None:
             raise UserError("section 'trainer.lora' is given and the model of 'model.create' is untrained; remove the section, or set model.path")
 
-
     def _check_draft(self) -> None:
         """Checks what a run of ``draft`` cannot have: one process computes the whole target and trains the whole head."""
         if self.model.create is not None:

@@ -32,7 +32,7 @@ from tandem.engine.pooling.outputs import (
 from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import check_completions, resolve
+from tandem.engine.settings import check_completions, check_states, resolve
 from tandem.engine.spec_decode.draft_size import draft_size
 from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
 from tandem.engine.spec_decode.state_proposer import DraftHead
@@ -111,6 +111,7 @@ class LLM:
         if model_pooling is not None and args.speculative_config is not None:
             raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
+        check_states(args, shapes)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         draft_memory = draft_size(args.speculative_config, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
         settings = resolve(args, shapes, dtype, draft_memory)

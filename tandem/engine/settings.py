@@ -84,7 +84,6 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: Dr
     length = shapes.default_context if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     check_kv_cache_dtype(shapes, args.kv_cache_dtype)
-    check_states(args, shapes)
     block_bytes = (kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) + draft.token) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
     settings = EngineSettings(

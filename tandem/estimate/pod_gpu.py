@@ -13,6 +13,7 @@ from tandem.estimate.model_bytes import (
     held_outside_layers,
     held_parameters,
     kv_bytes_per_token,
+    state_bytes,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.estimate.training.layout import layout_of_trainer
@@ -144,5 +145,6 @@ def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, e
 
 
 def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
-    """Returns the bytes of the activations of a step with all its tokens, and of the logits, on all ranks together."""
-    return engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes) + LOGITS_COPIES * 4 * engine.max_num_seqs * shapes.vocab_size
+    """Returns the bytes of the activations of a step with all its tokens, of the logits, and of the states of linear attention, on all ranks together."""
+    of_sequence = LOGITS_COPIES * 4 * shapes.vocab_size + state_bytes(shapes)
+    return engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes) + engine.max_num_seqs * of_sequence

@@ -65,7 +65,7 @@ def _plain_parameters(decoder: Decoder) -> list[tuple[str, Tensor]]:
     """Returns the parameters that a packed decoder has as they are: the embedding, norms and biases."""
     found: list[tuple[str, Tensor]] = [("model.embed_tokens.weight", decoder.embed_tokens), ("model.norm.weight", decoder.norm.weight)]
     shapes = decoder.local
-    rows = ((shapes.query_size, shapes.key_value_size, shapes.key_value_size), None, (shapes.intermediate_size,) * 2, None)
+    rows = ((shapes.query_rows, shapes.key_value_size, shapes.key_value_size), None, (shapes.intermediate_size,) * 2, None)
     for index, module in zip(decoder.layer_numbers, decoder.layers, strict=True):
         layer, at = _layer(module), f"model.layers.{index}."
         found += [(f"{at}{name}.weight", weight) for name, weight in layer.norms().items()]

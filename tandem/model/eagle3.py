@@ -5,6 +5,7 @@ computed none yet. The arithmetic is that of vLLM's and SGLang's ``LlamaForCausa
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ class Eagle3Head(nn.Module):
     @property
     def is_packed(self) -> bool:
         return bool(self._packed)
+
+    def use_context(self, tokens: int) -> None:
+        """Computes from now on sequences of up to ``tokens`` tokens, also if its folder says that it was trained with shorter ones."""
+        if tokens > self.positions:
+            tables = rotary_tables(replace(self.shapes.layer, max_position_embeddings=tokens), tokens)
+            self.positions, self.rotary_tables = tokens, tuple(table.to(self.target_ids.device) for table in tables)
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Computes ``tokens[T]`` and ``positions[T]`` int64, and ``hidden[T, H]`` of the tokens before them -> (what ``logits`` read, the hidden states of

@@ -89,7 +89,7 @@ class Layer(nn.Module):
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         if shapes.lora is not None:
-            attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+            attention = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
             into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
             for matrix, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
                 matrix.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)

@@ -139,4 +139,6 @@ def _draft(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, folder: Pa
     target = load_model(settings.start, kernels, dtype=dtype, device=ranks.device)
     target.use_context(settings.context or target.positions)
     target.kernels = in_precision(kernels, settings.trainer.precision, target.device)
-    return DraftDecoder(load_eagle3(folder, target.kernels, target.shapes, dtype=dtype, device=ranks.device), target, steps)
+    head = load_eagle3(folder, target.kernels, target.shapes, dtype=dtype, device=ranks.device)
+    head.use_context(settings.context)
+    return DraftDecoder(head, target, steps)

@@ -11,11 +11,13 @@ import torch
 from draft_heads import eagle3_head, with_predictor
 from engine_matrix import KEYS, MEMORY, PROMPTS, SPECULATION, Completions, before_and_after_an_update, generate
 
+from tandem.config.engine import EngineArgs
 from tandem.engine.llm import LLM
+from tandem.jobs.checks.check_rl import check_engine_on_model
 from tandem.kernels import Kernels, select
 from tandem.kernels.mixed import in_precision
 from tandem.model.attention import PackedContext
-from tandem.model.huggingface.model_folder import load_model
+from tandem.model.huggingface.model_folder import load_model, read_shapes
 from tandem.types import UserError
 
 FAMILIES = ("qwen3", "qwen3_moe", "mistral", "gpt_oss", "deepseek_v3")
@@ -112,11 +114,14 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
 def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
     asked: tuple[tuple[str, dict[str, Any], str], ...] = (
-        ("ngram", {}, "speculative_config"), ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
+        ("ngram", {}, "speculative_config"), ("none", {"speculative_config": {"method": "mtp"}}, "speculative_config"),
+        ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
     )  # fmt: skip
     for speculation, settings, name in asked:
         with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):
             start(folders, 16, "roomy", speculation, **settings)
+    with pytest.raises(UserError, match="engine swap_space is set, which a qwen3_next model"):
+        check_engine_on_model(EngineArgs(swap_space=0.1), read_shapes(folders["plain"]))
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):
         LLM(make_folder("qwen3", 0), speculative_config={"method": "draft", "model": folders["plain"]})
 

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, select
 from tandem.layout.eagle3 import Eagle3Shapes, default_aux_layers, eagle3_shapes
 from tandem.layout.shapes import ModelShapes
@@ -20,7 +22,10 @@ from tandem.model.draft_decoder import DraftDecoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import eagle3_tensors, initialise_eagle3, load_eagle3, save_eagle3
 from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
+from tandem.trainer.build import ReplicaSettings, load_network
+from tandem.trainer.parallel.ranks import alone
 from tandem.types import UserError
 
 TARGET = ModelShapes("llama", 61, 48, 4, 4, 2, 12, 80, 128, False, rope_theta=500.0)
@@ -185,6 +190,22 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     other = ModelShapes("llama", 62, 48, 4, 4, 2, 12, 80, 128, False)
     with pytest.raises(UserError, match="has vocab_size 61 and the model 62; name a head that was trained for this model"):
         load_eagle3(tmp_path / "head", select("reference"), other)
+
+
+def test_a_head_is_trained_at_positions_beyond_those_of_its_folder(tmp_path: Path) -> None:
+    target, head = Decoder(TARGET, select("cpu")), a_head(select("cpu"))
+    initialise(target, 7, 0.2)
+    save_model(target, tmp_path / "target")
+    save_eagle3(head, tmp_path / "head")
+    tokens, context = torch.arange(20), PackedContext(torch.tensor([0, 20], dtype=torch.int32), 20)
+    made = []
+    for positions in (128, 4):
+        path = tmp_path / "head" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions}))
+        settings = ReplicaSettings(tmp_path / "target", tmp_path, TrainerConfig(), ParallelConfig(), 32, context=20, draft=(tmp_path / "head", 2))
+        model, _ = load_network(settings, alone(), select("cpu"), is_filled=True)
+        made.append(model.outputs(tokens, tokens, context, tokens[:-1], tokens[1:], 1.0).of_draft)
+    assert all(torch.equal(step.cross_entropy, other.cross_entropy) for step, other in zip(*made, strict=True))
 
 
 def test_training_computes_at_each_position_what_drafting_from_there_does(kernels: Kernels) -> None:

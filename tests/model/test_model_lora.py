@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tandem.config.lora import LoraConfig
 from tandem.kernels import Kernels
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
-from tandem.model.huggingface.model_folder import load_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, load_tensors, to_huggingface
 from tandem.model.huggingface.peft_folder import load_adapter
+from tandem.model.initialise import initialise
 from tandem.model.lora import lora_batch, stack
 from tandem.types import UserError
 
@@ -178,3 +181,20 @@ def test_a_mixture_of_experts_takes_adapters_of_its_attention_only(tmp_path) -> 
     tokens = torch.arange(20)
     with_it = logits_of(decoder, tokens, lora_batch(layers, torch.zeros(20, dtype=torch.int64), 1))
     assert (with_it - logits_of(decoder, tokens)).abs().max() > 0.1
+
+
+def test_an_adapter_of_gated_attention_changes_gates_too() -> None:
+    shapes = replace(SHAPES, architecture="qwen3_next", attention_gate=True)
+    decoder, merged = Decoder(replace(shapes, lora=LoraConfig(rank=2)), ReferenceKernels()), Decoder(shapes, ReferenceKernels())
+    initialise(decoder, 0, 0.2)
+    own = dict(to_huggingface(decoder))
+    with torch.no_grad():
+        for name in (name for name in own if "lora_B" in name):
+            own[name].normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    assert own["model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (2 * 4 * 16, 2)
+    product = lambda name: own[name.replace(".weight", ".lora_B.weight")] @ own[name.replace(".weight", ".lora_A.weight")]
+    scale = LoraConfig(rank=2).scale
+    whole = {name: tensor + scale * product(name) if name.replace(".weight", ".lora_A.weight") in own else tensor for name, tensor in own.items()}
+    load_tensors(merged, ((name, tensor) for name, tensor in whole.items() if "lora_" not in name))
+    tokens = torch.arange(12)
+    torch.testing.assert_close(logits_of(decoder, tokens), logits_of(merged, tokens), rtol=1e-4, atol=1e-4)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.engine import EngineArgs
 from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
+from tandem.estimate.pod_gpu import cache_tokens_within, engine_working_bytes
 from tandem.estimate.training.activations import whole_layer_bytes
 from tandem.estimate.training.held_parameters import held_on_span
 from tandem.layout.flops import matrix_parameters, step_flops
@@ -182,7 +184,11 @@ def test_the_sizes_of_qwen3_next_are_the_published_ones() -> None:
     assert round((matrix_parameters(shapes) + shapes.vocab_size * shapes.hidden_size) / 1e9, 2) == 3.87
     # By hand: 12 layers with 2 keys and values of 256 numbers; 36 with 32 matrices of 128 by 128 and 3 inputs of 8,192 numbers in fp32.
     assert kv_bytes_per_token(shapes, "bfloat16") == 12 * 2 * 2 * 256 * 2
-    assert state_bytes(shapes) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
+    assert (states := state_bytes(shapes)) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
+    few, many = (cache_tokens_within(shapes, EngineArgs(max_num_seqs=n, gpu_memory_utilization=0.9), "bfloat16", 1 << 40) for n in (1, 257))
+    logits = engine_working_bytes(replace(shapes, linear_attention=None), EngineArgs(max_num_seqs=257))
+    logits -= engine_working_bytes(replace(shapes, linear_attention=None), EngineArgs(max_num_seqs=1))
+    assert abs((few - many) * 12 * 2 * 2 * 256 * 2 - logits - 256 * states) < 12 * 2 * 2 * 256 * 2, "an engine's rows of states are not for its KV cache"
 
 
 @pytest.mark.full

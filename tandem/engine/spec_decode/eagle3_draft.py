@@ -1,6 +1,5 @@
 """The head of EAGLE-3 as a draft head of the engine."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import load_eagle3
 from tandem.model.huggingface.model_folder import read_tensors
-from tandem.model.rotary import rotary_tables
 from tandem.types import UserError
 
 _TABLE = "model.embed_tokens.weight"
@@ -29,10 +27,8 @@ class Eagle3Draft:
         self._vocab_size, self._is_whole = vocab_size, len(head.target_ids) == vocab_size
 
     def use_context(self, tokens: int) -> None:
-        """Computes from now on sequences of up to ``tokens`` tokens, also if the head was trained with shorter ones."""
-        if tokens > self.head.positions:
-            tables = rotary_tables(replace(self.shapes, max_position_embeddings=tokens), tokens)
-            self.head.positions, self.head.rotary_tables = tokens, tuple(table.to(self.head.target_ids.device) for table in tables)
+        """As ``Eagle3Head.use_context``."""
+        self.head.use_context(tokens)
 
     @torch.no_grad()
     def combined(self, states: Tensor) -> Tensor:

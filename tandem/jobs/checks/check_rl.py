@@ -14,7 +14,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.engine.settings import check_kv_cache_dtype
+from tandem.engine.settings import check_kv_cache_dtype, check_states
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
@@ -230,7 +230,8 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
 
 
 def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
-    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary."""
+    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary, or where
+    it has an option that layers with linear attention do not support."""
     try:
         ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
     except ValueError as error:
@@ -238,6 +239,7 @@ def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
             f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
         ) from None
     check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
+    check_states(engine, shapes)
     speculative = engine.speculative_config
     draft = None if speculative is None else speculative.model
     if speculative is not None and speculative.method == "eagle3":

@@ -14,11 +14,6 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _OWN_KEYS = ("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", LAYER_IDS, "norm_before_residual", "auto_map", "pretraining_tp")
 
 
-def is_eagle3(folder: Path) -> bool:
-    """Returns whether ``folder`` has the head of an EAGLE-3 draft and no model."""
-    return (folder / "config.json").is_file() and EAGLE3_CLASS in (read_json(folder / "config.json").get("architectures") or [])
-
-
 def read_eagle3_of(folder: str | Path, target: ModelShapes, *, own_embedding: bool) -> Eagle3Shapes:
     """Returns the shapes of the head in ``folder``. Raises ``UserError`` for a folder without one, and for a head that cannot be one of ``target``."""
     shapes = read_eagle3_shapes(folder, own_embedding=own_embedding, target_layers=target.num_hidden_layers)
@@ -42,8 +37,8 @@ def read_eagle3_shapes(folder: str | Path, *, own_embedding: bool = False, targe
     vLLM's then. Raises ``UserError`` for a folder without one."""
     path = Path(folder) / "config.json"
     config, where = read_json(path), str(path)
-    if EAGLE3_CLASS not in (config.get("architectures") or []):
-        raise UserError(f"'{where}' has architectures {config.get('architectures')}; name the folder of an EAGLE-3 head ({EAGLE3_CLASS})")
+    if (named := config.get("architectures")) != [EAGLE3_CLASS]:
+        raise UserError(f"'{where}' has architectures {named}; name the folder of an EAGLE-3 head ({EAGLE3_CLASS})")
     layer = shapes_of({key: value for key, value in config.items() if key not in _OWN_KEYS} | {"model_type": "llama", "tie_word_embeddings": False}, where)
     if layer.num_hidden_layers != 1:
         raise UserError(f"'{where}' has num_hidden_layers {layer.num_hidden_layers}; a head with one layer is computed")

@@ -162,7 +162,7 @@ def _rows(decoder: Decoder, stage: int) -> tuple[int, ...]:
     """Returns the output channels of each projection that a fused matrix stacks."""
     shapes = decoder.shapes
     return (
-        (shapes.query_size, shapes.key_value_size, shapes.key_value_size),
+        (shapes.query_rows, shapes.key_value_size, shapes.key_value_size),
         (shapes.hidden_size,),
         (shapes.intermediate_size, shapes.intermediate_size),
         (shapes.hidden_size,),
