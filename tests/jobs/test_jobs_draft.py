@@ -19,7 +19,7 @@ from data_runs import command, forget_end, refused, rows
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tandem.backends.environment import installed
+from tandem.backends.environment import installed, python_of
 from tandem.backends.vllm.arguments import environment
 from tandem.config.recipe import load_config
 from tandem.data.tokenizing.documents import DocumentFormat
@@ -238,10 +238,8 @@ def test_vllm_reads_the_folder_and_accepts_what_the_head_drafts(run: Path, targe
         whole = Eagle3Head(eagle3_shapes(shapes, shapes.vocab_size), ReferenceKernels())
         initialise_eagle3(whole, 0)
         save_eagle3(whole, folder)
-    sidecar = installed("vllm")
-    assert sidecar is not None
     done = subprocess.run(
-        [sidecar / "bin" / "python", Path(__file__).with_name("vllm_drafts.py"), target, folder, json.dumps(ASKED)], capture_output=True, text=True,
+        [python_of("vllm"), Path(__file__).with_name("vllm_drafts.py"), target, folder, json.dumps(ASKED)], capture_output=True, text=True,
         timeout=300, env={**os.environ, **environment("cpu", 1), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
