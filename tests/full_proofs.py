@@ -27,6 +27,7 @@ SIDECARS = {
             "tests/pod/test_pod_vllm_experts.py", "tests/pod/test_pod_vllm_episodes.py", "tests/pod/test_pod_vllm_partial.py",
             "tests/backends/test_backends_vllm_ranks.py", "tests/pod/test_pod_vllm_ranks.py",
             "tests/pod/test_pod_vllm_pods.py", "tests/pod/test_pod_vllm_followed.py",
+            "tests/jobs/test_jobs_draft.py",
         ),
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/pod/rollout_groups.py"),
     ),

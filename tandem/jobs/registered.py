@@ -47,7 +47,8 @@ class Registered:
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """Returns the evaluations of the weights after ``step`` steps; those of earlier weights say nothing of them."""
-        names = {"held_out": ("held_out/loss", "loss"), "held_out_pairs": ("held_out/loss", "loss"), "sampled": ("evaluation/accuracy", "accuracy")}
+        kinds = ("held_out", "held_out_pairs", "held_out_drafts")
+        names = {**dict.fromkeys(kinds, ("held_out/loss", "loss")), "sampled": ("evaluation/accuracy", "accuracy")}
         evaluated = {}
         for kind, (name, key) in names.items():
             result = self._journal.evaluation(step, kind)

@@ -2,7 +2,7 @@
 
     config.json         LlamaForCausalLMEagle3 (see huggingface.eagle3_config)
     model.safetensors   fc, midlayer.*, norm, lm_head; t2d[V] bool: the tokens that the head can propose; d2t[Vd] int64: the id of each in the target's
-                        vocabulary, less its own; embed_tokens where the head has a table of its own
+                        vocabulary, less its own, both only where it cannot propose every token; embed_tokens where the head has a table of its own
 """
 
 import json
@@ -121,6 +121,9 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, *, dtype: torch.dtype | No
 
 def _vocabulary_maps(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
     ids = head.target_ids.cpu()
+    if torch.equal(ids, torch.arange(head.shapes.layer.vocab_size)):
+        # vLLM refuses a map of a head with the target's vocabulary.
+        return
     yield DRAFT_TO_TARGET, ids - torch.arange(len(ids))
     yield TARGET_TO_DRAFT, torch.zeros(head.shapes.layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
 

@@ -1,6 +1,13 @@
 """Training of an EAGLE-3 draft head beside a frozen model, from text and from the rollouts of a run."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +15,42 @@ import pytest
 import torch
 import yaml
 from byte_model import write_byte_model
-from data_runs import rows
+from data_runs import command, forget_end, refused, rows
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tandem.backends.environment import installed, python_of
+from tandem.backends.vllm.arguments import environment
 from tandem.config.recipe import load_config
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
+from tandem.engine.llm import LLM
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.data_run.draft_inputs import rollouts_of
 from tandem.jobs.start import dry_run, resume, train
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.eagle3 import eagle3_shapes
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import initialise_eagle3, save_eagle3
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
+from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, Sample, UserError, WeightVersion
 
 EXAMPLES = [{"prompt": f"{i}+{i}=", "completion": f"{i + i}, as {i} and {i} are"} for i in range(1, 17)]
+ASKED = [f"{i}+{i}=" for i in range(1, 9)]
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def is_installed() -> bool:
+    try:
+        return installed("vllm") is not None
+    except UserError:
+        return False
+
+
+PROGRAM = (sys.executable, "-m", "tandem.cli.main")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +67,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
     sections: dict[str, Any] = {
-        "algorithm": {"name": "draft", "draft_steps": 3},
+        "algorithm": {"name": "draft", "draft_steps": 3, "draft_vocab_size": 200},
         "model": {"path": str(data / "model")},
         "data": {"train": [{"path": str(data / "examples")}], "held_out": str(data / "examples"), "sequence_length": 48, "global_batch_size": 8},
         "trainer": {"learning_rate": 1.0e-2, "warmup_steps": 2, "weight_decay": 0.0, "micro_batch_tokens": 128},
@@ -87,21 +117,25 @@ def test_a_stopped_run_has_the_bits_of_an_undisturbed_one_and_its_head_has_vllms
     whole, resumed = (load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert {"fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "lm_head.weight", "d2t", "t2d"} <= set(whole)
-    assert "embed_tokens.weight" not in whole
+    assert "embed_tokens.weight" not in whole and whole["lm_head.weight"].shape == (200, 32)
+
+
+def write_samples(run: Path, steps: Sequence[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]], last_is_sampled: bool = True) -> None:
+    """Writes a run's journal with the samples, a prompt and what was drawn, of its ``steps``. ``last_is_sampled``: or their last tokens are not."""
+    run.mkdir()
+    with Journal(run / "journal.sqlite") as journal:
+        for step, drawn_of_step in enumerate(steps):
+            made = []
+            for index, (prompt, drawn) in enumerate(drawn_of_step):
+                nothing, mask = (0.0,) * len(drawn), (True,) * (len(drawn) - 1) + (last_is_sampled,)
+                versions = tuple(WeightVersion(0, step) if own else None for own in mask)
+                made.append(Sample(f"{step}/p/{index}", "p", index, prompt, drawn, nothing, nothing, versions, FinishReason.STOP, "", mask))
+            journal.commit_samples(step, made)
 
 
 def write_rollouts(run: Path) -> None:
     """Writes a run's journal with the samples of two steps."""
-    run.mkdir()
-    with Journal(run / "journal.sqlite") as journal:
-        for step in range(2):
-            made = []
-            for index in range(4):
-                prompt, drawn = (40 + step, 41, 42), tuple(range(50 + index, 58 + index))
-                nothing, mask = (0.0,) * len(drawn), (True,) * 7 + (False,)
-                versions = tuple(WeightVersion(0, step) if own else None for own in mask)
-                made.append(Sample(f"{step}/p/{index}", "p", index, prompt, drawn, nothing, nothing, versions, FinishReason.STOP, "", mask))
-            journal.commit_samples(step, made)
+    write_samples(run, [[((40 + step, 41, 42), tuple(range(50 + index, 58 + index))) for index in range(4)] for step in range(2)], last_is_sampled=False)
 
 
 def test_rollouts_are_the_prompts_and_completions_of_the_newest_steps_and_only_sampled_tokens_are_learned(tmp_path: Path) -> None:
@@ -120,12 +154,132 @@ def test_a_head_learns_from_rollouts_goes_on_from_another_and_drafts_what_an_unt
     for name, first in (("first", ""), ("second", str(tmp_path / "first" / "run" / "model"))):
         (tmp_path / name).mkdir()
         own = {"train": [], "held_out": "", "rollouts": [str(tmp_path / "grpo")]}
-        recipe = write_recipe(tmp_path / name, data, data=own, algorithm={"init_from": first}, run={"max_steps": 200}, trainer=STEADY)
+        recipe = write_recipe(tmp_path / name, data, data=own, algorithm={"init_from": first, "draft_vocab_size": 0}, run={"max_steps": 200}, trainer=STEADY)
         train(load_config(recipe), progress=False)
     begun, more = rows(tmp_path / "first" / "run"), rows(tmp_path / "second" / "run")
     assert begun[0]["draft/acceptance/0"] < 0.1 and begun[-1]["draft/acceptance/0"] > 0.8 and begun[-1]["draft/acceptance/2"] > 0.6
-    # The loss has the entropy of the target's distribution in it, which no head can lower.
-    assert more[0]["draft/acceptance/0"] > 0.8 and more[0]["train/loss"] < begun[0]["train/loss"]
+    # Every step reads all samples, and the last ones change little: the second run begins where the first one ended. The loss has the entropy of the
+    # target's distribution in it, which no head can lower.
+    learned = begun[0]["train/loss"] - begun[-1]["train/loss"]
+    assert abs(more[0]["train/loss"] - begun[-1]["train/loss"]) < 0.02 * learned
+    assert all(abs(more[0][f"draft/acceptance/{place}"] - begun[-1][f"draft/acceptance/{place}"]) < 0.1 for place in range(3))
+
+@pytest.fixture(scope="module")
+def target(data: Path) -> Path:
+    """A folder of a model whose greedy answers are not one repeated token, with three layers to read and the head size that vLLM computes on a CPU."""
+    folder = data / "target"
+    shutil.copytree(data / "model", folder)
+    config = Qwen3Config.from_pretrained(data / "model")
+    config.update({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "head_dim": 32, "tie_word_embeddings": False, "initializer_range": 0.4})
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(target: Path) -> list[list[int]]:
+    """The greedy answers of the target to ``ASKED``."""
+    with LLM(target, max_num_seqs=8) as llm:
+        return [list(answer.outputs[0].token_ids) for answer in llm.generate(ASKED, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def run(target: Path, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ``tandem train`` on the target's answers, as the journal of another run has them, that Ctrl-C stopped and ``tandem resume`` ended."""
+    folder = tmp_path_factory.mktemp("trained")
+    tokenizer = Tokenizer.from_folder(target)
+    write_samples(folder / "grpo", [[(tuple(tokenizer.encode(asked)), tuple(answer)) for asked, answer in zip(ASKED, answers, strict=True)]])
+    own = {"train": [], "held_out": "", "rollouts": [str(folder / "grpo")]}
+    registered = {"path": str(folder / "registry"), "name": "head"}
+    recipe = write_recipe(folder, target.parent, model={"path": str(target)}, data=own, run={"max_steps": 150}, trainer=STEADY, registry=registered)
+    process = subprocess.Popen([*PROGRAM, "train", str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 200
+    while not (folder / "run" / "metrics.jsonl").exists() or len(rows(folder / "run")) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 130 and "tandem resume" in said, said
+    assert len(rows(folder / "run")) < 150
+    # The run has a copy of what it has read of it.
+    shutil.rmtree(folder / "grpo")
+    assert "speculative-config" in command("resume", str(folder / "run"))
+    assert len(rows(folder / "run")) == 150
+    return folder / "run"
+
+
+def drafted(target: Path, head: Path, answers: list[list[int]]) -> float:
+    """Returns the share of the tokens drafted by ``head`` that are accepted. The answers are those without it."""
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "disable_by_batch_size": 64}
+    with LLM(target, max_num_seqs=8, speculative_config=config) as llm:
+        assert [list(answer.outputs[0].token_ids) for answer in llm.generate(ASKED, GREEDY)] == answers
+        figures = llm.engine.cumulative_stats().speculation
+    assert figures.proposed > 20
+    return figures.accepted / figures.proposed
+
+
+@pytest.mark.full
+def test_the_engine_accepts_what_a_trained_head_drafts_and_answers_as_without_it(run: Path, target: Path, answers: list[list[int]]) -> None:
+    assert len({token for answer in answers for token in answer}) > 20
+    assert drafted(target, run / "model", answers) > 0.5 > 0.1 > drafted(target, run / "models" / "draft", answers)
+    asked = ("generate", str(target), "--prompt", ASKED[0], "--temperature", "0", "--max-tokens", "20")
+    config = json.dumps({"method": "eagle3", "model": str(run / "model"), "num_speculative_tokens": 3})
+    assert command(*asked, "--speculative-config", config) == command(*asked)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not is_installed(), reason="the vLLM sidecar has no environment here: tandem sidecar install vllm")
+@pytest.mark.parametrize("head", ["part", "whole"])
+def test_vllm_reads_the_folder_and_accepts_what_the_head_drafts(run: Path, target: Path, answers: list[list[int]], tmp_path: Path, head: str) -> None:
+    folder = run / "model"
+    if head == "whole":
+        # The target's vocabulary, without a map.
+        folder, shapes = tmp_path / "whole", read_shapes(target)
+        whole = Eagle3Head(eagle3_shapes(shapes, shapes.vocab_size), ReferenceKernels())
+        initialise_eagle3(whole, 0)
+        save_eagle3(whole, folder)
+    done = subprocess.run(
+        [python_of("vllm"), Path(__file__).with_name("vllm_drafts.py"), target, folder, json.dumps(ASKED)], capture_output=True, text=True,
+        timeout=300, env={**os.environ, **environment("cpu", 1), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["tokens"] == answers
+    assert said["proposed"] > 20 and (said["accepted"] > 0.5 * said["proposed"] if head == "part" else said["accepted"] < 0.1 * said["proposed"])
+
+
+@pytest.mark.full
+def test_a_head_is_refused_in_one_line_where_it_is_not_for_the_model_or_is_no_head(run: Path, target: Path, data: Path, tmp_path: Path) -> None:
+    def drafts(head: Path | str) -> str:
+        return refused("generate", str(target), "--prompt", "1", "--speculative-config", json.dumps({"method": "eagle3", "model": str(head)}))
+
+    for key, value in (("hidden_size", 64), ("vocab_size", 300)):
+        shutil.copytree(run / "model", tmp_path / key)
+        config = json.loads((run / "model" / "config.json").read_text())
+        (tmp_path / key / "config.json").write_text(json.dumps({**config, key: value}))
+        assert f"has {key} {value} and the model {config[key]}" in drafts(tmp_path / key)
+    assert "is not a folder here" in drafts(tmp_path / "nowhere")
+    assert "architectures ['Qwen3ForCausalLM']; name the folder of an EAGLE-3 head" in drafts(data / "model")
+    for asked in (("generate", str(run / "model"), "--prompt", "1"), ("convert", str(run / "model"), str(tmp_path / "made"), "--to", "megatron")):
+        assert "is a draft head of EAGLE-3 and no model by itself; give it to its target" in refused(*asked)
+
+
+@pytest.mark.full
+def test_verify_reads_all_that_a_draft_run_began_with_and_a_resume_refuses_what_it_still_needs(run: Path, tmp_path: Path) -> None:
+    assert "everything is as it was written" in command("verify", str(run))
+    assert "head" in command("models", "list", "--registry", str(run.parent / "registry"))
+    target = Path(yaml.safe_load((run / "config.yaml").read_text())["model"]["path"])
+    forget_end(run)
+    for damaged in (target / "model.safetensors", run / "models" / "draft" / "model.safetensors", next((run / "rollouts").glob("*.tar"))):
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        said = command("verify", str(run), status=1)
+        assert damaged.name in said and "damaged" in said, said
+        if damaged.parent.name != "rollouts":
+            # A shard is verified when a step reads it.
+            assert damaged.name in command("resume", str(run), status=1)
+        damaged.write_bytes(content)
+    assert "everything is as it was written" in command("verify", str(run))
 
 
 def test_what_a_head_cannot_be_trained_with_is_refused(data: Path, tmp_path: Path) -> None:
@@ -134,4 +288,4 @@ def test_what_a_head_cannot_be_trained_with_is_refused(data: Path, tmp_path: Pat
     with pytest.raises(UserError, match="is not the folder of a run; name one of reinforcement learning"):
         list(rollouts_of(tmp_path / "nowhere", 0))
     with pytest.raises(UserError, match=r"'data.rollouts' is .*, which is not read: algorithm.name is 'sft'; set algorithm.name to draft"):
-        load_config(write_recipe(tmp_path, data, algorithm={"name": "sft", "draft_steps": 5}, data={"rollouts": ["runs/grpo"]}))
+        load_config(write_recipe(tmp_path, data, algorithm={"name": "sft", "draft_steps": 5, "draft_vocab_size": 0}, data={"rollouts": ["runs/grpo"]}))

@@ -160,7 +160,11 @@ def opened_run(
             missing = reference.missing() if reference is not None else []
             if missing and at_most is not None:
                 raise RunError(f"'{directory / missing[0]}' is not as it was written; resume the run, which computes it again, then replay")
-            _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or recipe.trainer.lora is not None)
+            stays = recipe.trainer.lora is not None or recipe.trains_draft
+            _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or stays)
+            if recipe.trains_draft:
+                # The checkpoints have its weights, and not the tokens that it can propose.
+                check_start_model(directory / HEAD, journal, key="draft_head")
         context = recipe.model.max_length or recipe.data.sequence_length
         settings = ReplicaSettings(
             start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context,
@@ -242,7 +246,7 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
 
 def _check_start(start: Path, directory: Path, journal: Journal, callback: Callback, weights_are_used: bool) -> None:
     """Verifies the model that the run starts from; its weights matter only until there is a checkpoint, for the reference's pass, and if only an
-    adapter of them is trained."""
+    adapter of them, or a draft head beside them, is trained."""
     for what in check_start_model(start, journal, weights_are_used=weights_are_used):
         journal.record_event("damage", {"reason": what})
         callback.message(f"{what}; the run continues from its checkpoint, which does not depend on it")

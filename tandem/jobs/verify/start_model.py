@@ -1,5 +1,5 @@
 """Verifies the models that a run reads besides its checkpoints: the one that it starts from, which is also the reference model of reinforcement
-learning, that of its critic, a reference model of its own and the reward model. Imports no torch."""
+learning, that of its critic, a reference model of its own, the reward model and a draft head. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +12,10 @@ from tandem.storage.folder_manifest import Files, OnBytes, damaged_files, folder
 from tandem.text.fast_tokenizer import original_folder, with_fast_tokenizer
 from tandem.types import RunError
 
-Key = Literal["start_model", "critic_model", "reference_model", "reward_model"]
+Key = Literal["start_model", "critic_model", "reference_model", "reward_model", "draft_head"]
 KEYS: Mapping[Key, str] = {
     "start_model": "the model that the run starts from", "critic_model": "the model that the critic starts from",
-    "reference_model": "the reference model", "reward_model": "the reward model",
+    "reference_model": "the reference model", "reward_model": "the reward model", "draft_head": "the draft head that the run starts from",
 }
 """The journal's keys of the folder, the commit of a model of the Hub, and the digests of its files; and what the model is."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.data.shard_files import ShardFiles
-from tandem.jobs.data_run.train_data import dataset_paths
+from tandem.jobs.data_run.train_data import ROLLOUTS, dataset_paths
 from tandem.jobs.prepare import read_recipe
 from tandem.jobs.run_files import CRITIC_FOLDER, SFT_FOLDER
 from tandem.jobs.verify.finding import Finding
@@ -46,14 +46,14 @@ def parts_of(directory: Path) -> list[Part]:
         # The records say what is wrong with it.
         recipe = None
     is_on_data, stage = isinstance(recipe, PretrainRecipe), directory / SFT_FOLDER
-    has_adapter = recipe is not None and recipe.trainer.lora is not None
-    parts = list(_run_parts(directory, is_on_data, False, has_adapter))
+    stays = recipe is not None and (recipe.trainer.lora is not None or (isinstance(recipe, PretrainRecipe) and recipe.trains_draft))
+    parts = list(_run_parts(directory, is_on_data, False, stays))
     if (stage / "config.yaml").is_file():
         parts += _run_parts(stage, True, True)
-    return parts + list(_data_parts(recipe) if isinstance(recipe, PretrainRecipe) else ())
+    return parts + list(_data_parts(recipe, directory) if isinstance(recipe, PretrainRecipe) else ())
 
 
-def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, has_adapter: bool = False) -> Iterator[Part]:
+def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, start_stays: bool = False) -> Iterator[Part]:
     records = [directory / name for name in ("config.yaml", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl")]
     name = f"{directory.name}/" if is_stage else ""
     yield Part(f"{name}records", _size(records), partial(_verify_all_records, directory, not is_on_data, is_stage))
@@ -64,13 +64,13 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, has_adapter: b
     is_done = is_stage and (directory / "model").is_dir()
     start = None if is_done else _start_model(directory)
     if start is not None:
-        yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data and not has_adapter))
+        yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data and not start_stays))
     others: tuple[tuple[Key, str], ...] = (
-        ("critic_model", "critic's model"), ("reference_model", "reference model"), ("reward_model", "reward model"),
+        ("critic_model", "critic's model"), ("reference_model", "reference model"), ("reward_model", "reward model"), ("draft_head", "draft head"),
     )  # fmt: skip
     for key, label in others:
         if (other := _start_model(directory, key)) is not None:
-            yield Part(f"{name}{label}", sum(file.size for file in other[1].values()), partial(_verify_start, *other, is_on_data))
+            yield Part(f"{name}{label}", sum(file.size for file in other[1].values()), partial(_verify_start, *other, is_on_data and not start_stays))
     for folder, depends, fix in (
         (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
         (directory / "model", "whatever is done with this model depends on it", EXPORT_AGAIN.format("the folder")),
@@ -151,7 +151,7 @@ def _start_model(directory: Path, key: Key = "start_model") -> tuple[Path, Files
 def _verify_start(folder: Path, files: Files, is_first_only: bool) -> list[Finding]:
     fix, damaged = "restore it from a copy", damaged_files(folder, files)
     if not is_first_only:
-        return [Finding(line, "the reference model, an adapter, and a run that begins again depend on it", fix, stops=True) for line in damaged]
+        return [Finding(line, "the reference model, an adapter, a draft head, and a run that begins again depend on it", fix, stops=True) for line in damaged]
     return [Finding(line, "a run without a checkpoint begins with it", fix, stops=".safetensors'" not in line) for line in damaged]
 
 
@@ -174,15 +174,18 @@ def _verify_checkpoint(folder: Path, is_newest: bool) -> list[Finding]:
         return [Finding(f"'{folder}': {error}", depends, "restore it from a copy, or from 'checkpoint.upload'", stops=False)]
 
 
-def _data_parts(recipe: PretrainRecipe) -> Iterator[Part]:
+def _data_parts(recipe: PretrainRecipe, directory: Path) -> Iterator[Part]:
     if recipe.task is not None:
         return
     for number, path in enumerate(dataset_paths(recipe.data)):
         cache = Path(recipe.data.cache) / f"dataset-{number}" if recipe.data.cache else None
         yield Part(f"data {path}", 0, partial(_verify_data, path, cache))
+    if recipe.data.rollouts:
+        copied, fix = directory / ROLLOUTS, "restore it from a copy, or start a new run"
+        yield Part(f"data {ROLLOUTS}", _size(copied.glob("*")), partial(_verify_data, str(copied), None, fix))
 
 
-def _verify_data(path: str, cache: Path | None) -> list[Finding]:
+def _verify_data(path: str, cache: Path | None, fix: str = "remove it and tokenize it again") -> list[Finding]:
     findings = []
     try:
         files = ShardFiles(open_storage(path), cache)
@@ -193,7 +196,7 @@ def _verify_data(path: str, cache: Path | None) -> list[Finding]:
         try:
             files.open(number).close()
         except RunError as error:
-            findings.append(Finding(str(error).partition(";")[0], "the steps that read it depend on it", "remove it and tokenize it again", stops=False))
+            findings.append(Finding(str(error).partition(";")[0], "the steps that read it depend on it", fix, stops=False))
     return findings
 
 

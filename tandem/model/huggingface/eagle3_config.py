@@ -6,10 +6,9 @@ from typing import Any
 from tandem.layout.eagle3 import Eagle3Shapes, default_aux_layers
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.config_reader import ConfigReader
-from tandem.model.huggingface.model_config import config_json, read_json, shapes_of
+from tandem.model.huggingface.model_config import EAGLE3_CLASS, config_json, read_json, shapes_of
 from tandem.types import UserError
 
-EAGLE3_CLASS = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _OWN_KEYS = ("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", LAYER_IDS, "norm_before_residual", "auto_map", "pretraining_tp")
 

@@ -27,6 +27,8 @@ Heads = Literal["language", "any", "labels", "none"]
 """The heads that a model may have: that of a language model; any that gives one number; any, also with several labels; none, so that those of the folder are
 left out."""
 LANGUAGE_CLASS = "ForCausalLM"
+EAGLE3_CLASS = "LlamaForCausalLMEagle3"
+"""Of the folder of a draft head, which is read by ``eagle3_config``."""
 TRUNK_CLASS = "Model"
 VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The ends of transformers' class names by the head of a model."""
@@ -59,7 +61,10 @@ def read_shapes(folder: str | Path, heads: Heads = "language", implemented_by: I
         if heads not in ("language", "any"):
             raise UserError(f"model '{folder}' and model_impl 'transformers': only models that generate text are computed by transformers; leave it out")
         return read_module_shapes(folder, implemented_by.trust_remote_code)
-    shapes = shapes_of(read_json(path), str(path))
+    config = read_json(path)
+    if EAGLE3_CLASS in (config.get("architectures") or ()):
+        raise UserError(f"'{folder}' is a draft head of EAGLE-3 and no model by itself; give it to its target: speculative_config method 'eagle3'")
+    shapes = shapes_of(config, str(path))
     if heads == "none":
         return replace(shapes, language_head=False, value_head="none", num_labels=1, tie_word_embeddings=False)
     if heads != "labels" and shapes.num_labels != 1:
