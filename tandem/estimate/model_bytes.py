@@ -3,12 +3,13 @@
 import math
 from typing import Literal
 
-from tandem.layout.shapes import ModelShapes, is_of_adapter, linear_matrices, parameter_count
+from tandem.layout.shapes import ExpertShapes, ModelShapes, is_of_adapter, linear_matrices, parameter_count
 from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
 
 _CODED_BLOCK, _FEWEST_CODED = 256, 4096
+_MXFP4_BLOCK = 32
 _GROUPS = {"nf4": (64, 1), "int4": (128, 2)}
 """Columns of a group of a quantized matrix, and the numbers that describe the group."""
 
@@ -28,6 +29,30 @@ def quantized_bytes(shape: tuple[int, ...], kind: Literal["nf4", "int4"]) -> int
     """Bytes of a matrix in 4 bits, with an fp32 scale for each group of a row's columns, and with ``int4`` an fp32 zero."""
     (rows, columns), (group, values) = shape, _GROUPS[kind]
     return rows * columns // 2 + 4 * values * rows * -(-columns // group)
+
+
+def mxfp4_engine_bytes(shapes: ModelShapes, dtype: str) -> int:
+    """Bytes of the weights of an engine that keeps routed experts in MXFP4 (4 bits, and a byte for 32 columns of a row) and the rest in ``dtype``."""
+    layers, coded = _layers_with_experts(shapes), 0
+    for each in layers:
+        for rows, columns in ((2 * each.intermediate_size, shapes.hidden_size), (shapes.hidden_size, each.intermediate_size)):
+            coded += each.num_experts * rows * (columns // 2 + -(-columns // _MXFP4_BLOCK))
+    return weight_bytes(shapes, dtype) - DTYPE_BYTES[dtype] * sum(_routed_numbers(shapes, each) for each in layers) + coded
+
+
+def mxfp4_load_bytes(shapes: ModelShapes, dtype: str) -> int:
+    """Bytes that such an engine takes besides while it reads its folder: all tensors decoded to 16 bits, and the experts of one layer in ``dtype``."""
+    layer = max(_routed_numbers(shapes, each) for each in _layers_with_experts(shapes))
+    return 2 * parameter_count(shapes.exported) + DTYPE_BYTES[dtype] * layer
+
+
+def _layers_with_experts(shapes: ModelShapes) -> list[ExpertShapes]:
+    return [experts for layer in range(shapes.num_hidden_layers) if (experts := shapes.experts_of(layer)) is not None]
+
+
+def _routed_numbers(shapes: ModelShapes, experts: ExpertShapes) -> int:
+    """The numbers of the matrices of one layer's routed experts."""
+    return 3 * experts.num_experts * experts.intermediate_size * shapes.hidden_size
 
 
 def trained_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1) -> int:

@@ -1,5 +1,6 @@
 """The memory plan of a recipe's pod."""
 
+from functools import partial
 from pathlib import Path
 
 from tandem.config.recipe import AnyRecipe, Recipe
@@ -8,29 +9,42 @@ from tandem.estimate.model_bytes import weight_bytes
 from tandem.estimate.training_bytes import checkpoint_bytes
 from tandem.jobs.checks.smallest_change import smallest_change
 from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.model.huggingface.model_config import read_json
+from tandem.model.quantization.formats import has_mxfp4
 from tandem.pod.residents.plan import FIX, PodPlan, plan
 from tandem.pod.rl_models import rl_models
 from tandem.types import RunError
 from tandem.weight_transfer.sharing import can_share
 
 
-def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
-    """Returns the plan for a model of ``shapes``. Raises ``RunError`` with the smallest change that would fit where the pod does not."""
+def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int, folder: Path | None = None) -> PodPlan:
+    """Returns the plan for a model of ``shapes``, in ``folder`` if it is there already. Raises ``RunError`` with the smallest change
+    that would fit where the pod does not."""
+    planned = partial(_plan, shapes=shapes, context_tokens=context_tokens, is_mxfp4=folder is not None and has_mxfp4(read_json(folder / "config.json")))
     try:
-        return _plan(recipe, shapes, context_tokens)
+        return planned(recipe)
     except RunError as error:
         refused = error
 
     def fits(changed: AnyRecipe) -> bool:
         assert isinstance(changed, Recipe)
-        _plan(changed, shapes, context_tokens)
+        planned(changed)
         return True
 
     change = smallest_change(recipe, fits)
     raise RunError(f"{str(refused).removesuffix(FIX)}{change}") if change else refused
 
 
-def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
+def keeps_experts_in_mxfp4(recipe: Recipe) -> bool:
+    """Returns whether engines of ``recipe`` keep experts in the 4 bits of a folder in MXFP4: beside an adapter, because all other weights are replaced by
+    those that a trainer has changed."""
+    trainer, rollout = recipe.trainer, recipe.rollout
+    # After a stage of fine-tuning the folder is another one.
+    is_whole = recipe.sft is None and trainer.dtype == "float32" and recipe.rollout_precision == "fp32" and rollout.engine.tensor_parallel_size == 1
+    return trainer.lora is not None and is_whole and rollout.backend == "tandem" and recipe.machine.kernels != "reference"
+
+
+def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int, is_mxfp4: bool) -> PodPlan:
     models = rl_models(recipe, shapes)
     return plan(
         recipe.residents, recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine,
@@ -38,6 +52,7 @@ def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
         recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights), kept_here(recipe, shapes),
+        is_mxfp4 and keeps_experts_in_mxfp4(recipe),
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def _execute(
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
         shapes, context = read_shapes(start, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-        planned = plan_of(recipe, shapes, context)
+        planned = plan_of(recipe, shapes, context, start)
         journal.set("memory", asdict(planned.host))
         journal.set("residents", {**asdict(planned.residency), "why": planned.why})
         if planned.why:

@@ -1,9 +1,11 @@
 """The memory plan of a pod against a calculation by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from tandem.config.lora import LoraConfig
 from tandem.config.parallel import ParallelConfig
+from tandem.config.recipe import load_config
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import predict, saved_bytes_on_disk
 from tandem.estimate.processes import CONTROLLER_BYTES, FORK_SERVER_BYTES, FORKED_ENGINE, FORKED_RANK_BYTES, SHARED_BYTES, SHIM_BYTES
@@ -11,8 +13,9 @@ from tandem.estimate.resident_bytes import forward_bytes
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.estimate.training_bytes import head_bytes
+from tandem.jobs.pod_plan import plan_of
 from tandem.layout.residents import PlanName, Residency
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 WEIGHTS = 4 * parameter_count(LLAMA)
@@ -165,3 +168,35 @@ def test_engines_that_compute_with_the_shared_weights_have_none_of_their_own_aft
     ]
     assert plans[0].rollout - plans[1].rollout == 6 * WEIGHTS and plans[0].segments == plans[1].segments
     assert plans[0].rollout_phase - plans[1].rollout_phase == 3 * WEIGHTS, "until then they have one"
+
+
+def test_an_engine_beside_an_adapter_has_experts_in_mxfp4_once_with_a_folder_decoded_to_16_bits_while_it_reads() -> None:
+    shapes = ModelShapes("gpt_oss", 100, 64, 2, 4, 2, 16, 48, 64, tie_word_embeddings=False, experts=ExpertShapes(8, 2, 48, biased=True))
+    trained = replace(shapes, lora=LoraConfig(rank=4, target_modules=("q_proj",)))
+    # A layer has 8 experts: 96 and 64 rows of 64 and 48 columns, which have 2 scales each of one byte.
+    layer, coded = 8 * (96 * 64 + 64 * 48), 8 * (96 * (32 + 2) + 64 * (24 + 2))
+    adapter = 2 * 4 * (64 + 64)
+    rest = parameter_count(shapes) - 2 * layer
+    of = lambda **given: predict(trained, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=False, **given).rollout
+    decoded, held = of(), of(experts_in_mxfp4=True)
+    assert decoded == FORKED_ENGINE.total(1) + 2 * 4 * (parameter_count(shapes) + adapter)
+    assert held - FORKED_ENGINE.total(1) == 4 * (rest + adapter) + 2 * coded + 2 * (rest + 2 * layer) + 4 * layer
+
+
+def test_a_plan_counts_experts_in_mxfp4_where_an_engine_keeps_them_and_nothing_replaces_them(tmp_path: Path) -> None:
+    shapes = ModelShapes("gpt_oss", 100, 64, 2, 4, 2, 16, 48, 256, tie_word_embeddings=False, experts=ExpertShapes(64, 2, 48, biased=True))
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    adapter = ["--trainer.lora.target_modules=[q_proj]", "--residents.plan=keep"]
+
+    def rollout(overrides: list[str], folder: Path | None) -> int:
+        return plan_of(replace(load_config("sort", overrides), sft=None), shapes, 64, folder).host.rollout  # type: ignore[arg-type]
+
+    numbers, coded = 2 * 64 * (96 * 64 + 64 * 48), 2 * 64 * (96 * (32 + 2) + 64 * (24 + 2))
+    rest = parameter_count(shapes) - numbers
+    # Once in fp32 or in 4 bits, once in 16 bits, and the experts of one of two layers; in place of twice in fp32.
+    adapted = 4 * 2 * 16 * (64 + 64)
+    saved = 2 * (4 * rest + 4 * numbers + adapted) - (4 * rest + adapted + coded + 2 * (rest + numbers) + 2 * numbers)
+    assert rollout(adapter, None) - rollout(adapter, tmp_path) == saved
+    for other in (["--machine.kernels=reference"], ["--trainer.precision=bf16"]):
+        assert rollout(adapter + other, None) == rollout(adapter + other, tmp_path), other
+    assert rollout(adapter[1:], None) == rollout(adapter[1:], tmp_path), "a trainer replaces all weights"

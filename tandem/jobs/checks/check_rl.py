@@ -126,7 +126,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             check_model_on_mesh(scorer, recipe.parallel, recipe.trainer)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        planned = _check_pod(recipe, shapes, context)
+        planned = _check_pod(recipe, shapes, context, folder)
         _check_own_storage(recipe.pods.weights_url)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.rollout.multi_turn is not None:
@@ -182,17 +182,18 @@ def check_pod(recipe: Recipe) -> None:
     """Raises ``UserError`` or ``RunError`` where the pod of ``recipe`` cannot start on this machine as it is now, for a run that is resumed: before its
     stage of fine-tuning goes on."""
     with folder_to_check(recipe.model) as folder:
-        _check_pod(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
+        shapes = read_shapes(folder, implemented_by=recipe.model.implemented_by)
+        _check_pod(recipe, shapes, context_tokens(recipe.model, recipe.rollout.max_tokens, folder), folder)
 
 
-def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
+def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int, folder: Path) -> PodPlan:
     """Returns the memory plan. Raises as ``check_pod``: for numpy that is missing, a KV cache that is too small, memory, and shared memory for the two weight
     buffers."""
     if recipe.pods.elementwise_deltas and not elementwise.is_available():
         raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
     check_storage("pods.weights_url", recipe.pods.weights_url)
     check_kv_cache(recipe.rollout.engine, context)
-    planned = plan_of(recipe, shapes, context)
+    planned = plan_of(recipe, shapes, context, folder)
     check_free(_weight_buffers(recipe, shapes))
     return planned
 

@@ -148,7 +148,7 @@ def _scratch_pod(
     """Yields a pod that reads the run's checkpoints and its journal ``recorded``, and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
     shapes, context = read_shapes(start, implemented_by=recipe.model.implemented_by), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-    planned = plan_of(recipe, shapes, context)
+    planned = plan_of(recipe, shapes, context, start)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}, record))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))

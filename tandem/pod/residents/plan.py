@@ -161,12 +161,14 @@ def plan(
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
     reward_model: ModelShapes | None = None, critic: ModelShapes | None = None, reference: bool = False, follows: bool = False,
     teacher: ModelShapes | None = None, pods: int = 1, ranks: int = 0, shares_weights: bool = False, kept: int = 0,
+    experts_in_mxfp4: bool = False,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
     the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
     which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout
     workers; ``ranks``: of the trainer there (0: all); ``shares_weights``: engines compute with the weight buffers;
-    ``kept``: bytes of the keeper of checkpoints there. Raises ``RunError`` where nothing fits."""
+    ``kept``: bytes of the keeper of checkpoints there; ``experts_in_mxfp4``: engines on CPUs keep the experts in 4 bits.
+    Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
@@ -190,6 +192,7 @@ def plan(
                 swap_bytes=swap, engine_processes=FORKED_ENGINE if rollout.backend == "tandem" else VLLM_ENGINE,
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
+                experts_in_mxfp4=experts_in_mxfp4,
             )  # fmt: skip
             return Candidate(residency, replace(host, kept=kept), None, disk)
         on_gpus = gpu_candidate(
