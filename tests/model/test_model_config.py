@@ -14,7 +14,7 @@ BASE = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 80,
 }  # fmt: skip
-WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "smollm3")
 
 
 def read(folder, **changes) -> ModelShapes:
@@ -23,8 +23,8 @@ def read(folder, **changes) -> ModelShapes:
     return read_shapes(folder)
 
 
-WITHOUT_DEFAULT = {"deepseek_v2": {"num_experts_per_tok": 2}}
-"""By family, what a ``config.json`` must have because transformers has no default that computes."""
+WITHOUT_DEFAULT = {"deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_hidden_layers": 4}}
+"""By family, what a ``config.json`` must have because the defaults, with the three layers of this file, do not compute."""
 
 
 @pytest.mark.parametrize("model_type", sorted(all_families()))
@@ -125,6 +125,8 @@ def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4, **WITHOUT_DEFAULT.get(model_type, {})}
+    if model_type == "qwen3_next":  # A quarter of each head is rotated, by twos.
+        content["head_dim"] = 8
     # transformers refuses a null for these.
     for absent in ("absent",) if model_type in WITHOUT_NULL else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
