@@ -224,6 +224,11 @@ class PretrainRecipe:
         return self.data.global_batch_size * self.sequences_each * self.data.sequence_length
 
     @property
+    def context_tokens(self) -> int:
+        """The number of tokens of the longest sequence for which the model is computed."""
+        return self.model.max_length or self.data.sequence_length
+
+    @property
     def most_tokens(self) -> int:
         """The largest number of tokens in one forward and backward pass of one data-parallel rank: sequences are not split over
         micro-batches."""

@@ -298,5 +298,7 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),
     }
-    commands = task_commands(model, run.prompts.source.held_out(1)[0].text, run.recipe.model.implemented_by)
+    settings = run.recipe.model
+    context = context_tokens(settings, run.recipe.rollout.max_tokens, model)
+    commands = task_commands(model, run.prompts.source.held_out(1)[0].text, settings.implemented_by, context)
     return finish_run(run.directory, run.journal, model, steps, figures, commands, target_reached(run.journal, run.recipe.evaluation, steps))

@@ -5,15 +5,17 @@ import os
 import shlex
 from pathlib import Path
 
-from tandem.config.implementation import Implementation
+from tandem.config.implementation import OWN, Implementation
 from tandem.data.stream import Piece
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.process.program import program
 from tandem.text.tokenizer import Tokenizer
 
 
-def data_commands(model: Path, example: Piece | None, implemented_by: Implementation) -> tuple[str, ...]:
-    """Returns the command that completes a text or, for a model trained on examples, answers ``example``."""
-    generate = f"{program()} generate {shlex.quote(str(model))}{_flags(implemented_by)}"
+def data_commands(model: Path, example: Piece | None, implemented_by: Implementation, context: int) -> tuple[str, ...]:
+    """Returns the command that completes a text or, for a model trained on examples, answers ``example``. ``context``: the tokens of the run's longest
+    sequence."""
+    generate = f"{program()} generate {shlex.quote(str(model))}{_flags(model, implemented_by, context)}"
     if example is None:
         return (f'{generate} --prompt "import " --max-tokens 64',)
     prompt = shell_word(taught_prompt(example, model))
@@ -25,24 +27,27 @@ def scoring_commands(model: Path) -> tuple[str, ...]:
     return (f"{program()} train RECIPE --reward_model.path={shlex.quote(str(model))}",)
 
 
-def drafting_commands(head: Path, target: Path) -> tuple[str, ...]:
-    """Returns the command that generates with ``target`` and the drafts of ``head``."""
-    config = json.dumps({"method": "eagle3", "model": str(head)})
-    return (f"{program()} generate {shlex.quote(str(target))} --speculative-config {shlex.quote(config)} --prompt TEXT",)
+def drafting_commands(head: Path, target: Path, context: int) -> tuple[str, ...]:
+    """Returns the command that generates with ``target`` and the drafts of ``head``. ``context``: as of ``data_commands``."""
+    config, flags = json.dumps({"method": "eagle3", "model": str(head)}), _flags(target, OWN, context)
+    return (f"{program()} generate {shlex.quote(str(target))}{flags} --speculative-config {shlex.quote(config)} --prompt TEXT",)
 
 
-def task_commands(model: Path, prompt: str, implemented_by: Implementation) -> tuple[str, ...]:
-    """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task."""
+def task_commands(model: Path, prompt: str, implemented_by: Implementation, context: int) -> tuple[str, ...]:
+    """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task. ``context``: as of ``data_commands``."""
     return (
-        f"{program()} generate {shlex.quote(str(model))}{_flags(implemented_by)} --prompt {shell_word(prompt)} --temperature 0",
+        f"{program()} generate {shlex.quote(str(model))}{_flags(model, implemented_by, context)} --prompt {shell_word(prompt)} --temperature 0",
         f"{program()} evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
     )
 
 
-def _flags(implemented_by: Implementation) -> str:
-    if not implemented_by.is_transformers:
-        return ""
-    return " --model-impl transformers" + (" --trust-remote-code" if implemented_by.trust_remote_code else "")
+def _flags(model: Path, implemented_by: Implementation, context: int) -> str:
+    """Returns the flags with which ``tandem generate`` computes ``model`` as the run did."""
+    if implemented_by.is_transformers:
+        return " --model-impl transformers" + (" --trust-remote-code" if implemented_by.trust_remote_code else "")
+    shapes = read_shapes(model)
+    # With longrope the context decides which rotary frequencies all sequences have.
+    return "" if shapes.positions_in(context) == shapes.default_context else f" --max-model-len {min(context, shapes.max_position_embeddings)}"
 
 
 def taught_prompt(example: Piece, folder: Path) -> str:

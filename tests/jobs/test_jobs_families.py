@@ -1,5 +1,6 @@
 """A folder of every model family is trained by reinforcement learning, and the command generates with the result."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,6 @@ def test_engine_and_trainer_of_a_run_have_the_same_longrope_frequencies(max_leng
     rows = read_rows(result.directory / "metrics.jsonl")
     assert len(rows) == 3 and all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in rows)
     assert read_shapes(Path(result.model)) == read_shapes(folder)
+    words = shlex.split(result.commands[0])
+    assert words[words.index("generate") + 2 : words.index("--prompt")] == (["--max-model-len", str(max_length)] if max_length else [])
+    assert main(words[words.index("generate") :]) in (0, None)

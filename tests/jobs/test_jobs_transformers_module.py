@@ -61,10 +61,10 @@ def rl_recipe(model: Path, runs: Path, /, **changed: Any) -> dict[str, Any]:
 
 
 def test_the_commands_at_the_end_of_a_run_name_what_computes_the_model() -> None:
-    own, theirs = Implementation(), Implementation("transformers")
-    flags_of = {own: "", theirs: " --model-impl transformers", theirs._replace(trust_remote_code=True): " --model-impl transformers --trust-remote-code"}
+    theirs = Implementation("transformers")
+    flags_of = {theirs: " --model-impl transformers", theirs._replace(trust_remote_code=True): " --model-impl transformers --trust-remote-code"}
     for implemented_by, flags in flags_of.items():
-        for commands in (data_commands(Path("run/model"), None, implemented_by), task_commands(Path("run/model"), "12", implemented_by)):
+        for commands in (data_commands(Path("run/model"), None, implemented_by, 40), task_commands(Path("run/model"), "12", implemented_by, 40)):
             assert f" generate run/model{flags} --prompt " in commands[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.config.implementation import Implementation
@@ -202,6 +203,26 @@ def test_code_in_a_folder_runs_only_where_it_is_asked_for(tmp_path: Path, make_t
     assert not marker.exists()
     shapes = read_shapes(folder, implemented_by=Implementation("transformers", trust_remote_code=True))
     assert marker.exists() and shapes.transformers is not None and shapes.transformers.class_name == "MyModel"
+
+
+def test_a_folder_whose_code_or_tensors_change_is_described_again(make_tiny: Any) -> None:
+    _, folder = make_tiny("ernie4_5")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "own.MyConfig", "AutoModelForCausalLM": "own.MyModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import Ernie4_5Config, Ernie4_5ForCausalLM\nfrom .part import IGNORED\n"
+        "class MyConfig(Ernie4_5Config):\n    model_type = 'mine'\n"
+        "class MyModel(Ernie4_5ForCausalLM):\n    config_class = MyConfig\n    _keys_to_ignore_on_load_unexpected = [IGNORED]\n"
+    )
+    trusted = Implementation("transformers", trust_remote_code=True)
+    for ignored in ("one", "two"):
+        (folder / "part.py").write_text(f"IGNORED = {ignored!r}\n")
+        shapes = read_shapes(folder, implemented_by=trusted)
+        assert shapes.transformers is not None and shapes.transformers.ignored == (ignored,)
+    save_file({"further": torch.zeros(2)}, folder / "further.safetensors")
+    with pytest.raises(UserError, match="its folder has a tensor 'further'"):
+        read_shapes(folder, implemented_by=trusted)
 
 
 def test_an_unknown_family_is_refused_with_the_nearest_one_and_the_key(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def train_on(
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         if recipe.trains_draft:
-            return finish_run(rank.directory, journal, model, steps, figures, drafting_commands(model, run.start))
-        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example, recipe.model.implemented_by)
+            return finish_run(rank.directory, journal, model, steps, figures, drafting_commands(model, run.start, recipe.context_tokens))
+        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example, recipe.model.implemented_by, recipe.context_tokens)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
 
@@ -165,9 +165,8 @@ def opened_run(
             if recipe.trains_draft:
                 # The checkpoints have its weights, and not the tokens that it can propose.
                 check_start_model(directory / HEAD, journal, key="draft_head")
-        context = recipe.model.max_length or recipe.data.sequence_length
         settings = ReplicaSettings(
-            start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=context,
+            start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed, context=recipe.context_tokens,
             implemented_by=recipe.model.implemented_by, draft=(directory / HEAD, recipe.algorithm.draft_steps) if recipe.trains_draft else None,
         )  # fmt: skip
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)

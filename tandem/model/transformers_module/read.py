@@ -35,14 +35,29 @@ def read_module_shapes(folder: str | Path, trust_remote_code: bool) -> ModelShap
     if isinstance(config, dict) and config.get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantized, which model.implementation 'transformers' does not read; use the float checkpoint")
     try:
-        return _described(str(Path(folder).resolve()), hashlib.sha256(content).hexdigest(), trust_remote_code)
+        state = _state_of(Path(folder), content, trust_remote_code)
+    except OSError as error:
+        raise UserError(f"model '{folder}' cannot be read: {error}; write or download it again") from None
+    try:
+        return _described(str(Path(folder).resolve()), state, trust_remote_code)
     except UserError as error:
         raise UserError(f"model '{folder}' cannot be computed by transformers (model.implementation) here: {error}") from None
 
 
+def _state_of(folder: Path, config: bytes, trust_remote_code: bool) -> tuple[Any, ...]:
+    """Returns what a description depends on: the bytes of ``config.json``, the code in ``folder`` where it may run, and its files of tensors, whose names are
+    checked. Files of tensors are large, and known by their size and when they were written."""
+    digest = hashlib.sha256(config)
+    for path in sorted(folder.rglob("*.py")) if trust_remote_code else ():
+        code = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
+    files = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    return digest.hexdigest(), *((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files)
+
+
 @lru_cache(maxsize=16)
-def _described(folder: str, digest: str, trust_remote_code: bool) -> ModelShapes:
-    """``digest``: of ``config.json``, with which a description ends being valid."""
+def _described(folder: str, state: tuple[Any, ...], trust_remote_code: bool) -> ModelShapes:
+    """``state``: with which a description ends being valid."""
     if "torch" in sys.modules:
         from tandem.model.transformers_module.describe import describe
 
