@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.cli.engine_options import add_implementation, implementation
+from tandem.config.implementation import OWN, Implementation
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--completion-key", default="completion", help="examples: the key of the completion")
     check.add_argument("--text-key", default="text", help="texts: the key of the text")
     check.add_argument("--chat", action="store_true", help="prompts that are texts become the user's message of the chat template")
+    add_implementation(check)
     check.add_argument("--rows", type=int, default=3, help="number of first rows to show (default: 3)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
     check.set_defaults(takes_overrides=True)
@@ -59,8 +62,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.rows < 0:
         raise UserError(f"--rows is {options.rows}; it must be 0 or more")
-    task, model, context, new_tokens = _task(options)
-    text = _model(model, context, new_tokens) if model else None
+    task, model, context, new_tokens, implemented_by = _task(options)
+    implemented_by = implementation(options, implemented_by)
+    text = _model(model, context, new_tokens, implemented_by) if model else None
     sources = [train_source(task), *filter(None, [eval_source(task) if options.recipe else None])]
     status = 0
     for source in sources:
@@ -72,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _task(options: argparse.Namespace) -> "tuple[TaskConfig, str, int, int]":
-    """Returns the task, the model ('' without one), the recipe's context (0: the model's) and the tokens that a rollout adds to a prompt."""
+def _task(options: argparse.Namespace) -> "tuple[TaskConfig, str, int, int, Implementation]":
+    """Returns the task, the model ('' without one), the recipe's context (0: the model's), the tokens that a rollout adds to a prompt, and who computes the
+    recipe's model."""
     from tandem.config.recipe import Recipe, load_config
     from tandem.config.task import TaskConfig
     from tandem.model.huggingface.hub import hub_model
@@ -83,7 +88,7 @@ def _task(options: argparse.Namespace) -> "tuple[TaskConfig, str, int, int]":
             raise UserError("no file; name one, for example 'tandem data check questions.jsonl', or a recipe with --recipe")
         if options.overrides:
             raise UserError(f"'{options.overrides[0]}' sets a key of a recipe, and there is none; name it with --recipe")
-        task, model, context, new_tokens = TaskConfig("dataset", path=options.file), "", 0, 0
+        task, model, context, new_tokens, implemented_by = TaskConfig("dataset", path=options.file), "", 0, 0, OWN
     else:
         recipe = load_config(options.recipe, options.overrides)
         given = recipe.task
@@ -91,6 +96,7 @@ def _task(options: argparse.Namespace) -> "tuple[TaskConfig, str, int, int]":
             has = "no section task" if given is None else f"task.name '{given.name}'"
             raise UserError(f"'{options.recipe}' has {has}, which reads no data file; name a recipe with task.name dataset, or a file without --recipe")
         task, model, context = given, recipe.model.path or "", recipe.model.max_length
+        implemented_by = recipe.model.implemented_by
         new_tokens = recipe.rollout.max_tokens if isinstance(recipe, Recipe) else 0
         if not Path(model).is_dir() and hub_model(model) is None:
             model = ""
@@ -101,10 +107,10 @@ def _task(options: argparse.Namespace) -> "tuple[TaskConfig, str, int, int]":
         changes["chat"] = True
     task = replace(task, **changes)
     task.check()
-    return task, options.model or model, context, new_tokens
+    return task, options.model or model, context, new_tokens, implemented_by
 
 
-def _model(name: str, context: int, new_tokens: int) -> "ModelText":
+def _model(name: str, context: int, new_tokens: int, implemented_by: Implementation) -> "ModelText":
     from tandem.data.data_check import ModelText
     from tandem.model.huggingface.model_config import read_shapes
     from tandem.model.model_source import find_model
@@ -112,5 +118,5 @@ def _model(name: str, context: int, new_tokens: int) -> "ModelText":
 
     path = find_model(name, "description", option="--model FOLDER")
     if not context and (path / "config.json").is_file():
-        context = read_shapes(path).default_context
+        context = read_shapes(path, implemented_by=implemented_by).default_context
     return ModelText(path, Tokenizer.from_folder(path), max(context - new_tokens, 0))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tandem.cli.number_types import token_count
 from tandem.config.describe import field_descriptions
 from tandem.config.engine import EngineArgs, SpeculativeConfig
+from tandem.config.implementation import OWN, Implementation, ImplementationName
 from tandem.config.load import build
 from tandem.config.pooling import PoolerConfig
 from tandem.config.vllm_names import DTYPES, with_method
@@ -36,6 +37,23 @@ def add_engine_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ..
         kind = _kind(field.name, hints[field.name])
         group.add_argument(*flags, default=argparse.SUPPRESS, help=f"{text}{_default(field.default)}", **kind)
     group.add_argument("--config", metavar="FILE", help="a YAML file with the name of a flag and its value in each line")
+
+
+def add_implementation(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say who computes the model, for commands that have no other option of ``EngineArgs``."""
+    parser.add_argument(
+        "--model-impl", choices=typing.get_args(ImplementationName), metavar="NAME",
+        help="who computes the model: tandem (also auto), or transformers, for any other decoder that it has (default: as the recipe says, or auto)",
+    )  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true", help="with transformers: run the code in the model's folder if its class is there")
+
+
+def implementation(options: argparse.Namespace, recipe: Implementation = OWN) -> Implementation:
+    """Returns who computes the model: as the options of ``add_implementation`` say, or the ``recipe``. Raises ``UserError``."""
+    name = options.model_impl or recipe.name
+    if options.trust_remote_code and name != "transformers":
+        raise UserError(f"--trust-remote-code is given and --model-impl is '{name}', which runs no code of a model's folder; set it to transformers")
+    return Implementation(name, name == "transformers" and (options.trust_remote_code or recipe.trust_remote_code))
 
 
 def engine_args(options: argparse.Namespace, **decided: Any) -> EngineArgs:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.engine_options import local_model
+from tandem.cli.engine_options import add_implementation, implementation, local_model
 from tandem.types import Prompt, Sample, UserError
 
 
@@ -39,6 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of additional tasks")
     parser.add_argument("--limit", type=int, help="perplexity: number of documents to read; lm-eval: maximum number of samples per task")
     parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question (default: the task's)")
+    add_implementation(parser)
     parser.add_argument("--verify", action="store_true", help="compare the model with the digests in its manifest.json first")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(takes_overrides=True)
@@ -118,6 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _recipe(options: argparse.Namespace) -> Any:
+    from tandem.config.implementation import Implementation
     from tandem.config.load import apply_overrides, build, read_yaml
     from tandem.config.recipe import Recipe
 
@@ -127,6 +129,9 @@ def _recipe(options: argparse.Namespace) -> Any:
     # The model that a run has written is computed as in the run.
     own = data["model"] if isinstance(data.get("model"), dict) else {}
     data["model"] = {"path": options.model, **{key: own[key] for key in ("max_length", "implementation", "trust_remote_code") if key in own}}
+    if options.model_impl is not None or options.trust_remote_code:
+        named = Implementation(data["model"].get("implementation", "auto"), data["model"].get("trust_remote_code", False))
+        data["model"]["implementation"], data["model"]["trust_remote_code"] = implementation(options, named)
     data.pop("sft", None)
     overrides = list(options.overrides)
     if options.max_tokens is not None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from tandem.cli.engine_options import implementation
 from tandem.types import UserError
 
 
@@ -25,7 +26,8 @@ def _perplexity(options: argparse.Namespace) -> int:
     if options.data is None:
         raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with one document per line")
     texts = read_texts(Path(options.data), options.text_key, options.limit)
-    with LLM(options.model, verify=options.verify) as llm:
+    name, trust_remote_code = implementation(options)
+    with LLM(options.model, verify=options.verify, model_impl=name, trust_remote_code=trust_remote_code) as llm:
         result = perplexity(llm, texts, options.context, options.stride)
     if options.json:
         print(json.dumps(asdict(result)))
@@ -68,7 +70,8 @@ def _lm_eval(options: argparse.Namespace) -> int:
         raise UserError(f"--few-shot is {options.few_shot}; it must be at least 0")
     from tandem.engine.llm import LLM
 
-    with LLM(options.model, verify=options.verify) as llm:
+    name, trust_remote_code = implementation(options)
+    with LLM(options.model, verify=options.verify, model_impl=name, trust_remote_code=trust_remote_code) as llm:
         scores = run_tasks(llm, names, folder, options.limit, options.few_shot)
     if options.json:
         print(json.dumps([asdict(score) for score in scores]))

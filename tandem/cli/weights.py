@@ -125,19 +125,31 @@ def _model(options: argparse.Namespace, folder: Path) -> Path:
     from tandem.config.model import NewModelConfig
     from tandem.config.recipe import load_config
     from tandem.model.create_model import create_model
-    from tandem.model.model_source import find_model
 
     name, create = options.model, NewModelConfig()
     if name is not None:
         if not recipe_file(name).is_file():
-            return find_model(name, "model", option="--model FOLDER")
+            return _declared(name)
         section = load_config(name).model
+        if section.implemented_by.is_transformers:
+            raise UserError(f"'{name}' has model.implementation 'transformers', whose weights are not checked; name a recipe or a folder without it")
         if section.path is not None:
-            return find_model(section.path, "model", option="--model FOLDER")
+            return _declared(section.path)
         assert section.create is not None
         create = section.create
     create_model(create, options.seed, folder / "model")
     return folder / "model"
+
+
+def _declared(name: str) -> Path:
+    """Returns the folder of the model ``name``. Raises ``UserError`` for a family that Tandem's own network does not compute."""
+    from tandem.model.family import family_of_config
+    from tandem.model.huggingface.model_config import read_json
+    from tandem.model.model_source import find_model
+
+    folder = find_model(name, "model", option="--model FOLDER")
+    family_of_config(read_json(folder / "config.json"), str(folder / "config.json"), ", and the weights of these alone are checked; name a folder of one")
+    return folder
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:

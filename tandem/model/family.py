@@ -173,9 +173,9 @@ def family_named(model_type: str) -> Family:
     return all_families()[model_type]
 
 
-def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+def family_of_config(config: Mapping[str, Any], where: str, others: str = OTHERS) -> Family:
     """Returns the family of a ``config.json``: by ``model_type`` or, if that is missing, by the class in ``architectures``. Raises
-    ``UserError`` for a family that is not supported; ``where`` names the file."""
+    ``UserError`` for a family that is not supported; ``where`` names the file, and ``others`` says what computes a family that is not declared."""
     known, model_type = all_families(), config.get("model_type")
     if model_type is None:
         classes = config.get("architectures")
@@ -191,7 +191,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
             f"'{where}' has model_type {reprlib.repr(model_type)}, whose language model of model_type '{inner['model_type']}' is supported only in a folder of "
             f"its own: load it with transformers as {known[inner['model_type']].class_name}, and save that"
         )
-    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{OTHERS}{_nearest(model_type, known)}")
+    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{others}{_nearest(model_type, known)}")
 
 
 def family_to_create(name: str) -> Family:

@@ -161,6 +161,9 @@ class TrainingTopology:
             )
 
 
+_BY_HAND = ", and files are emitted for these alone; start a server of another with 'tandem serve FOLDER --model-impl transformers'"
+
+
 def served_model(given: str) -> ServedModel:
     """Returns the model of a folder, or a published one by its short name or its name on the Hub. Raises ``UserError`` for another."""
     if given in PUBLISHED_MODELS:
@@ -171,8 +174,11 @@ def served_model(given: str) -> ServedModel:
         return ServedModel(found.source, found.source, found.shapes)
     folder = Path(given).expanduser()
     if folder.is_dir():
-        from tandem.model.huggingface.model_config import read_shapes
+        from tandem.model.family import family_of_config
+        from tandem.model.huggingface.model_config import read_json, read_shapes
 
+        # A module of transformers computes in one process, and these engines have tensor-parallel ranks.
+        family_of_config(read_json(folder / "config.json"), str(folder / "config.json"), _BY_HAND)
         return ServedModel(str(folder.resolve()), folder.resolve().name, read_shapes(folder))
     near = difflib.get_close_matches(given.lower(), PUBLISHED_MODELS, n=1, cutoff=0.6)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED_MODELS)}"
