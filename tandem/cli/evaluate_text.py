@@ -5,9 +5,13 @@ import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.cli.engine_options import implementation
 from tandem.types import UserError
+
+if TYPE_CHECKING:
+    from tandem.engine.llm import LLM
 
 
 def run_text(options: argparse.Namespace) -> int:
@@ -19,15 +23,20 @@ def run_text(options: argparse.Namespace) -> int:
     return _perplexity(options) if options.task == "perplexity" else _lm_eval(options)
 
 
-def _perplexity(options: argparse.Namespace) -> int:
+def _opened(options: argparse.Namespace) -> "LLM":
     from tandem.engine.llm import LLM
+
+    name, trust_remote_code = implementation(options)
+    return LLM(options.model, verify=options.verify, model_impl=name, trust_remote_code=trust_remote_code)
+
+
+def _perplexity(options: argparse.Namespace) -> int:
     from tandem.evaluation.perplexity import perplexity
 
     if options.data is None:
         raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with one document per line")
     texts = read_texts(Path(options.data), options.text_key, options.limit)
-    name, trust_remote_code = implementation(options)
-    with LLM(options.model, verify=options.verify, model_impl=name, trust_remote_code=trust_remote_code) as llm:
+    with _opened(options) as llm:
         result = perplexity(llm, texts, options.context, options.stride)
     if options.json:
         print(json.dumps(asdict(result)))
@@ -68,10 +77,8 @@ def _lm_eval(options: argparse.Namespace) -> int:
         raise UserError(f"--tasks-folder '{folder}' is not a folder; name one with lm-eval's YAML files")
     if options.few_shot is not None and options.few_shot < 0:
         raise UserError(f"--few-shot is {options.few_shot}; it must be at least 0")
-    from tandem.engine.llm import LLM
 
-    name, trust_remote_code = implementation(options)
-    with LLM(options.model, verify=options.verify, model_impl=name, trust_remote_code=trust_remote_code) as llm:
+    with _opened(options) as llm:
         scores = run_tasks(llm, names, folder, options.limit, options.few_shot)
     if options.json:
         print(json.dumps([asdict(score) for score in scores]))

@@ -89,7 +89,7 @@ def layer_shapes(shapes: ModelShapes, shares_vocabulary: bool) -> ModelShapes:
     """Returns the shapes of the decoder that has the layer alone; ``shares_vocabulary``: without an embedding and a head of its own."""
     experts = None if shapes.experts is None else replace(shapes.experts, dense_layers=())
     windows = shapes.layer_windows and (shapes.window(shapes.num_hidden_layers - 1),)
-    # A decoder has an embedding; one row of it stands for none.
+    # A decoder has an embedding; one row of it is the smallest.
     return replace(
         shapes, num_hidden_layers=1, experts=experts, layer_windows=windows, unrotated_layers=(), lora=None, value_head="none", tie_word_embeddings=False,
         language_head=not shares_vocabulary, vocab_size=1 if shares_vocabulary else shapes.vocab_size,

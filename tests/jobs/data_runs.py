@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tandem.cli.main import main
 from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.records.journal import Journal
@@ -34,6 +36,14 @@ def refused(*arguments: str, folder: Path | None = None) -> str:
     line = said.getvalue().rstrip("\n")
     assert line.startswith("tandem: ") and "\n" not in line, line
     return line
+
+
+def write_sections(folder: Path, sections: dict[str, Any], changed: dict[str, Any]) -> Path:
+    """Writes the recipe of ``sections``, with the keys that ``changed`` has for some of them, to ``folder``; returns its file."""
+    for name, values in changed.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    return folder / "recipe.yaml"
 
 
 def train_until_killed(recipe: Path, run: Path, row_count: int, *, limit_s: float) -> None:

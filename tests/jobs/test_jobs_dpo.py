@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from byte_model import write_byte_model
-from data_runs import command, rows
+from data_runs import command, rows, write_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.recipe import load_config
@@ -59,10 +58,7 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
         "run": {"max_steps": STEPS, "seed": 3, "directory": str(folder), "name": "run"},
         "machine": {"threads": 1},
     }  # fmt: skip
-    for name, values in changed.items():
-        sections[name] = {**sections.get(name, {}), **values}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    return folder / "recipe.yaml"
+    return write_sections(folder, sections, changed)
 
 
 class Heard(Callback):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from byte_model import write_byte_model
-from data_runs import command, forget_end, refused, rows
+from data_runs import command, forget_end, refused, rows, write_sections
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -76,10 +76,7 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
         "run": {"max_steps": 4, "seed": 3, "directory": str(folder), "name": "run"},
         "machine": {"threads": 1},
     }  # fmt: skip
-    for name, values in changed.items():
-        sections[name] = {**sections.get(name, {}), **values}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    return folder / "recipe.yaml"
+    return write_sections(folder, sections, changed)
 
 
 class StopAt(Callback):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from byte_model import write_byte_model
-from data_runs import forget_end, rows, train_until_killed
+from data_runs import forget_end, rows, train_until_killed, write_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem import LLM, SamplingParams
@@ -76,10 +75,7 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
         "run": {"max_steps": STEPS, "seed": SEED, "directory": str(folder), "name": "run"},
         "machine": {"threads": 1},
     }  # fmt: skip
-    for name, values in changed.items():
-        sections[name] = {**sections.get(name, {}), **values}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    return folder / "recipe.yaml"
+    return write_sections(folder, sections, changed)
 
 
 class Heard(Callback):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from data_runs import command, refused, rows, train_until_killed
+from data_runs import command, refused, rows, train_until_killed, write_sections
 
 from tandem.cli.main import main
 from tandem.config.implementation import Implementation
@@ -99,11 +99,8 @@ def sft_recipe(folder: Path, model: Path, /, **changed: Any) -> Path:
         "checkpoint": {"every_steps": 4, "keep": 2}, "run": {"max_steps": STEPS, "seed": 3, "directory": str(folder), "name": "run"},
         "machine": {"threads": 1},
     }  # fmt: skip
-    for name, values in changed.items():
-        sections[name] = {**sections.get(name, {}), **values}
     folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    return folder / "recipe.yaml"
+    return write_sections(folder, sections, changed)
 
 
 def run_sft(folder: Path, model: Path, /, **changed: Any) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 
 
 class Case(NamedTuple):
-    """A folder in fp8, and what transformers computes with the weights that it stands for."""
+    """A folder in fp8, and what transformers computes with the decoded weights."""
 
     family: str
     folder: Path

@@ -104,8 +104,11 @@ def train_on(
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         if recipe.trains_draft:
-            return finish_run(rank.directory, journal, model, steps, figures, drafting_commands(model, run.start, recipe.context_tokens))
-        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example, recipe.model.implemented_by, recipe.context_tokens)
+            commands = drafting_commands(model, run.start, recipe.context_tokens)
+        elif recipe.trains_values:
+            commands = scoring_commands(model)
+        else:
+            commands = data_commands(model, example, recipe.model.implemented_by, recipe.context_tokens)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
 

@@ -12,15 +12,16 @@ from tandem.model.sliding_windows import WINDOW_BY_LAYER, Mask, Windows
 NAMES = ExpertNames(shared="mlp.shared_expert")
 
 
-def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
-    """Reads the experts; dense layers are those of Qwen3-MoE, ``norm_topk_prob`` is off by default too."""
+def read_experts(reader: ConfigReader, layers: int, count: int = 60, chosen: int = 4, inner: int = 1408, shared: int = 5632) -> ExpertShapes:
+    """Reads the experts; dense layers are those of Qwen3-MoE, ``norm_topk_prob`` is off by default too. The numbers are the defaults of their count, of those
+    that a token visits, and of the inner sizes of each and of the shared one."""
     return replace(
         qwen3_moe.read_experts(reader, layers),
-        num_experts=read_expert_count(reader, 60),
-        num_experts_per_tok=reader.integer("num_experts_per_tok", 4),
-        intermediate_size=reader.integer("moe_intermediate_size", 1408),
+        num_experts=read_expert_count(reader, count),
+        num_experts_per_tok=reader.integer("num_experts_per_tok", chosen),
+        intermediate_size=reader.integer("moe_intermediate_size", inner),
         names=NAMES,
-        shared_intermediate_size=reader.integer("shared_expert_intermediate_size", 5632),
+        shared_intermediate_size=reader.integer("shared_expert_intermediate_size", shared),
         shared_gate=True,
     )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.model.families import qwen2_moe, qwen3_moe
-from tandem.model.family import ConfigFlag, Family, Mixture, Terms, read_expert_count
+from tandem.model.families import qwen2_moe
+from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
 
 INTERVAL = 4
@@ -59,17 +59,9 @@ def new_terms(layers: int) -> dict[str, Any]:
 
 
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
-    """Reads the experts; dense layers are those of Qwen3-MoE."""
-    return replace(
-        qwen3_moe.read_experts(reader, layers),
-        num_experts=read_expert_count(reader, 512),
-        num_experts_per_tok=reader.integer("num_experts_per_tok", 10),
-        intermediate_size=reader.integer("moe_intermediate_size", 512),
-        normalised=reader.boolean("norm_topk_prob", True),
-        names=qwen2_moe.NAMES,
-        shared_intermediate_size=reader.integer("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
+    """Reads the experts, which are those of Qwen2-MoE; ``norm_topk_prob`` is on by default."""
+    experts = qwen2_moe.read_experts(reader, layers, count=512, chosen=10, inner=512, shared=512)
+    return replace(experts, normalised=reader.boolean("norm_topk_prob", True))
 
 
 FAMILY = Family(

@@ -9,7 +9,17 @@ round alike. Masked keys add exact zeros to a row, so that neither the tile nor 
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import capped, decode_fp8, decode_int4, group_rows, product, sequence_with, tile_of
+from tandem.kernels.triton.programs.common import (
+    capped,
+    decode_fp8,
+    decode_int4,
+    group_rows,
+    not_finite,
+    product,
+    sequence_with,
+    tile_of,
+    without_spoiled,
+)
 
 
 @triton.jit
@@ -99,11 +109,7 @@ def _attend_block(
     total = tl.fma(total, shrink, tl.sum(weights, 1))
     values = _load_values(v, v_scales, table, at, read, head, d, start_row, kv_heads, MASKED, PAGED, CODES, D, BLOCK_D).to(q.dtype)
     if CAREFUL:
-        finite = tl.abs(values.to(tl.float32)) < float("inf")
-        spoiled = tl.max(tl.where(finite, 0, 1), 1)
-        values = tl.where(finite, values, 0.0).to(q.dtype)
-        hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
-        total = tl.where(hit > 0, float("nan"), total)
+        values, total = without_spoiled(values, seen, total)
     acc = product(weights.to(q.dtype), values, acc * shrink[:, None], WIDEN)
     return new, total, acc
 
@@ -184,12 +190,6 @@ def _attend_all(
 
 
 @triton.jit
-def _not_finite(acc):
-    """Returns whether a number of ``acc[M, N]`` is not finite."""
-    return tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0
-
-
-@triton.jit
 def attention(
     q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sinks, sequences, table_width,
     query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr, SINKS: tl.constexpr,
@@ -240,7 +240,7 @@ def attention(
                 queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
                 True, False, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
-        if _not_finite(acc):
+        if not_finite(acc):
             largest, total, acc = _attend_split(
                 queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
                 True, True, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
@@ -255,7 +255,7 @@ def attention(
             False, WINDOW, CAP, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
         )  # fmt: skip
         # 0 times a value that is not finite is not 0: only then is the tile computed once more, with care.
-        if _not_finite(acc):
+        if not_finite(acc):
             largest, total, acc = _attend_all(
                 queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
                 True, WINDOW, CAP, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,

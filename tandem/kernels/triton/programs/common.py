@@ -162,3 +162,18 @@ def swiglu_bounds(gate, up, LIMIT: tl.constexpr):
 def gelu_inner(x):
     """Returns ``2 sqrt(2 / pi) (x + 0.044715 x^3)``, whose sigmoid GELU by tanh (Hendrycks and Gimpel, 2016) multiplies x with."""
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
+
+
+@triton.jit
+def not_finite(acc):
+    """Returns whether a number of ``acc[M, N]`` is not finite."""
+    return tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0
+
+
+@triton.jit
+def without_spoiled(values, seen, total):
+    """Returns ``values[N, D]`` with 0 for numbers that are not finite, and the sums ``total[M]``, NaN for rows that have ``seen[M, N]`` such a one."""
+    finite = tl.abs(values.to(tl.float32)) < float("inf")
+    spoiled = tl.max(tl.where(finite, 0, 1), 1)
+    hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
+    return tl.where(finite, values, 0.0).to(values.dtype), tl.where(hit > 0, float("nan"), total)

@@ -8,7 +8,7 @@ that a row does not see adds exact zeros to it, so that neither the tile nor its
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import decode_fp8, group_rows, product, tile_of
+from tandem.kernels.triton.programs.common import decode_fp8, group_rows, not_finite, product, tile_of, without_spoiled
 
 
 @triton.jit
@@ -61,11 +61,7 @@ def _attend(
         total = tl.fma(total, shrink, tl.sum(weights, 1))
         values = keys if PAGED else load_part(v, scales, index, read, 0, V, V, BLOCK_V, 0)
         if CAREFUL:
-            finite = tl.abs(values.to(tl.float32)) < float("inf")
-            spoiled = tl.max(tl.where(finite, 0, 1), 1)
-            values = tl.where(finite, values, 0.0).to(wide.dtype)
-            hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
-            total = tl.where(hit > 0, float("nan"), total)
+            values, total = without_spoiled(values, seen, total)
         acc = product(weights.to(wide.dtype), values, acc * shrink[:, None], WIDEN)
         largest = new
     return largest, total, acc
@@ -100,7 +96,7 @@ def latent_attention(
         False, PAGED, CODES, V, D, BLOCK_M, BLOCK_N, BLOCK_V, BLOCK_R, WIDEN,
     )  # fmt: skip
     # 0 times a value that is not finite is not 0: only then is the tile computed once more, with care.
-    if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
+    if not_finite(acc):
         largest, total, acc = _attend(
             wide, rest, position, end, k, v, scales, table, part // PARTS, row, kv_heads, scale_log2,
             True, PAGED, CODES, V, D, BLOCK_M, BLOCK_N, BLOCK_V, BLOCK_R, WIDEN,
