@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -173,8 +174,11 @@ def _check_command(given: str) -> None:
 
 def _unknown_argument(text: str, options: argparse.Namespace, main_parser: Parser) -> str:
     help_hint = f"see 'tandem {options.command} --help'"
-    if text.startswith("--") and getattr(options, "takes_overrides", False) and "=" not in text and "." in text:
-        return f"unknown argument '{text}'; a key of the recipe is set with an equals sign: {text}=VALUE"
+    if getattr(options, "takes_overrides", False):
+        if text.startswith("--") and "=" not in text and "." in text:
+            return f"unknown argument '{text}'; a key of the recipe is set with an equals sign: {text}=VALUE"
+        if re.fullmatch(r"[a-z]\w*(\.\w+)+=.*", text, re.DOTALL):  # As Hydra takes it, and with it verl.
+            return f"unknown argument '{text}'; a key of the recipe is set with two dashes: --{text}"
     near = difflib.get_close_matches(text.partition("=")[0], main_parser.commands[options.command]._option_string_actions, n=1, cutoff=0.75)
     return f"unknown argument '{text}'; did you mean '{near[0]}'? {help_hint}" if near else f"unknown argument '{text}'; {help_hint}"
 

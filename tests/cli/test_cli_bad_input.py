@@ -31,6 +31,7 @@ def untouched(recipe: Path) -> bool:
         (("train",), "recipe"),
         (("train", "recipes/sort.yaml", "--fast"), "unknown argument '--fast'"),
         (("train", "recipes/sort.yaml", "--run.seed", "1"), "--run.seed=VALUE"),
+        (("train", "recipes/sort.yaml", "trainer.learning_rate=1e-4"), "a key of the recipe is set with two dashes: --trainer.learning_rate=1e-4"),
         (("doctor", "--run.seed=1"), "unknown argument '--run.seed=1'"),
         (("generate",), "model"),
         (("generate", "nowhere", "--n", "many"), "--n"),

@@ -199,6 +199,8 @@ def _check_draft(recipe: PretrainRecipe, shapes: ModelShapes, datasets: Sequence
     for path, files in datasets:
         if files.dataset.pairs:
             raise UserError(f"'{path}' has preference pairs, and algorithm.name is 'draft'; make it with 'tandem tokenize', or with its --examples")
+    if (size := recipe.algorithm.draft_vocab_size) > shapes.vocab_size:
+        raise UserError(f"'algorithm.draft_vocab_size' is {size} and the model has {shapes.vocab_size} tokens; give at most as many, or 0")
     if (folder := recipe.algorithm.init_from) and (given := read_eagle3_shapes(folder)).layer.vocab_size != shapes.vocab_size:
         raise UserError(f"'algorithm.init_from' names '{folder}', a head of {given.layer.vocab_size} tokens, and the model has {shapes.vocab_size}")
     lines = _describe_text(recipe.data, recipe.run.max_steps, datasets) if recipe.data.train else []
