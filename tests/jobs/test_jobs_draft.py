@@ -287,4 +287,4 @@ def test_what_a_head_cannot_be_trained_with_is_refused(data: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"'data.rollouts' is .*, which is not read: algorithm.name is 'sft'; set algorithm.name to draft"):
         load_config(write_recipe(tmp_path, data, algorithm={"name": "sft", "draft_steps": 5, "draft_vocab_size": 0}, data={"rollouts": ["runs/grpo"]}))
     with pytest.raises(UserError, match=r"'algorithm.draft_vocab_size' is 9999 and the model has \d+ tokens; give at most as many, or 0"):
-        dry_run(load_config(write_recipe(tmp_path, data, algorithm={"draft_vocab_size": 9999})))
+        dry_run(load_config(recipe := write_recipe(tmp_path, data, algorithm={"draft_vocab_size": 9999})), recipe)
