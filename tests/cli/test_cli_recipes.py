@@ -84,6 +84,7 @@ def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_m
 CHAIN_SUM = "--task.name=reasoning_gym:chain_sum", "--task.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 
 
+@pytest.mark.full
 def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(command, tmp_path) -> None:
     pytest.importorskip("reasoning_gym")
     given = ("recipes/reasoning_gym.yaml", "--inline", f"--run.directory={tmp_path}", "--run.name=mine", *CHAIN_SUM)
