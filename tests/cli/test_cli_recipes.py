@@ -108,6 +108,7 @@ OTHER_TASK = "--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}",
 @pytest.mark.parametrize(
     "arguments", [(), pytest.param(CHAIN_SUM, marks=pytest.mark.full), pytest.param(OTHER_TASK, marks=pytest.mark.full)], ids=["as it stands", "sums", "other"]
 )
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(command, arguments: tuple[str, ...]) -> None:
     pytest.importorskip("reasoning_gym")
     assert command("train", "recipes/reasoning_gym.yaml", "--dry-run", *arguments).code == 0
