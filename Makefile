@@ -23,6 +23,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 
 .PHONY: run cluster-demo test pytest test-full lint docs bench dist lock clean
 .DELETE_ON_ERROR:
+# Where it is set (images of Python often do), each of the many processes of a run or test would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 run: .venv/.run
 	$(BIN)/tandem train $(RECIPE) $(ARGS)

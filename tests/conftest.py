@@ -150,6 +150,18 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.fixture
+def unmeasured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run in this process does not measure the machine, which takes seconds, and so predicts no time."""
+    from tandem.jobs.checks import predicted_time
+    from tandem.types import UserError
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise UserError("the machine is not measured")
+
+    monkeypatch.setattr(predicted_time, "measure", refuse)
+
+
+@pytest.fixture
 def quiet_root() -> Iterator[None]:
     """Closes the log files that a run in this process has opened."""
     root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)

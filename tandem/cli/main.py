@@ -14,6 +14,7 @@ from tandem import __version__
 from tandem.cli.flags_file import expanded
 from tandem.cli.number_types import whole_number
 from tandem.cli.vllm_flags import check_flags
+from tandem.runtime.process.fast_exit import fast_exit
 from tandem.runtime.process.temporary import choose_temporary_folder
 from tandem.types import UserError
 
@@ -188,4 +189,5 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with fast_exit():
+        sys.exit(main())

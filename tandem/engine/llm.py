@@ -21,6 +21,7 @@ from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tell_of_long_frequencies, tokenizer_of
 from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.model_limits import check_states
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
 from tandem.engine.pooling.outputs import (
     ClassificationRequestOutput,
@@ -32,7 +33,7 @@ from tandem.engine.pooling.outputs import (
 from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import check_completions, check_states, resolve
+from tandem.engine.settings import check_completions, resolve
 from tandem.engine.spec_decode.draft_size import draft_size
 from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
 from tandem.engine.spec_decode.state_proposer import DraftHead

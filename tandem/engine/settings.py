@@ -6,6 +6,7 @@ import torch
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
+from tandem.engine.model_limits import check_kv_cache_dtype
 from tandem.engine.spec_decode.draft_size import DraftSize
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
@@ -62,20 +63,6 @@ class EngineSettings:
                 f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) "
                 f"tokens needs {blocks_for(self.max_model_len)}: raise kv_cache_tokens or lower max_model_len"
             )
-
-
-def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name: str = "kv_cache_dtype") -> None:
-    """Raises ``UserError`` for a ``kv_cache_dtype`` that the cache of a model of ``shapes`` cannot have. ``name``: of the option."""
-    if kv_cache_dtype == "int4" and shapes.latent is not None:
-        raise UserError(f"{name} is 'int4', which a model with latent attention cannot have: its rows are compressed already; choose int8 or fp8_e4m3")
-
-
-def check_states(args: EngineArgs, shapes: ModelShapes) -> None:
-    """Raises ``UserError`` for an option that needs the states of linear attention to go back or elsewhere."""
-    asked = {"speculative_config": args.speculative_config is not None, "swap_space": args.swap_space > 0, "enable_lora": args.enable_lora}
-    for name, is_on in asked.items():
-        if is_on and shapes.linear_attention is not None:
-            raise UserError(f"engine {name} is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")
 
 
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: DraftSize = NO_DRAFT) -> EngineSettings:

@@ -76,6 +76,7 @@ def test_an_installation_that_fails_is_one_line_with_pips_reason_and_is_not_take
         installed("deepspeed")
 
 
+@pytest.mark.full
 def test_a_killed_installation_begins_anew_and_a_running_one_is_waited_for_by_nobody(sidecars: Path, tmp_path: Path) -> None:
     code = (
         "import sys, time; from tandem.backends import environment as e\n"

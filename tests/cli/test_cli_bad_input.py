@@ -150,6 +150,7 @@ def test_counts_that_this_machine_cannot_hold_are_refused_before_any_work(comman
     assert untouched(recipe)
 
 
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_prompts_of_a_file_are_counted_as_many_as_it_has(command, recipe) -> None:
     assert command("train", recipe, *jsonl(recipe, GOOD), "--evaluation.prompts=1000000000", "--dry-run").code == 0
 
@@ -160,6 +161,7 @@ def test_reward_workers_beyond_the_files_that_the_process_may_open_are_refused(c
     assert command("train", recipe, "--rewards.workers=20", "--dry-run").refusal(1) == says
 
 
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_a_kv_cache_too_small_for_one_sequence_is_refused_before_any_work(command, recipe) -> None:
     message = command("train", recipe, "--rollout.engine.kv_cache_tokens=240").refusal()
     assert "too few for one sequence of 256 tokens, the context; raise it to 256 or more" in message

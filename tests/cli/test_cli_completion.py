@@ -19,6 +19,7 @@ def test_the_version_is_that_of_the_package(command) -> None:
     assert command("--version").out == f"tandem {version}\n" and tandem.__version__ == version
 
 
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_recipes_are_listed_printed_trained_by_name_and_copied(command, tmp_path: Path) -> None:
     names = [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml"))]
     listed = command("recipes").out.splitlines()

@@ -50,7 +50,7 @@ def test_no_folder_for_temporary_files_at_all_is_refused_with_those_that_were_tr
 @pytest.mark.parametrize(
     ("kibibytes", "inline"),
     [
-        (1, True), (60, True), (60, False),
+        (1, True), (60, False), pytest.param(60, True, marks=pytest.mark.full),
         *(pytest.param(k, inline, marks=pytest.mark.full) for k in (5, 12, 20, 35, 90, 120) for inline in (True, False)),
     ],
 )

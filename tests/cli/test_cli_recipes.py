@@ -84,6 +84,7 @@ def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_m
 CHAIN_SUM = "--task.name=reasoning_gym:chain_sum", "--task.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 
 
+@pytest.mark.full
 def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(command, tmp_path) -> None:
     pytest.importorskip("reasoning_gym")
     given = ("recipes/reasoning_gym.yaml", "--inline", f"--run.directory={tmp_path}", "--run.name=mine", *CHAIN_SUM)
@@ -107,6 +108,7 @@ OTHER_TASK = "--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}",
 @pytest.mark.parametrize(
     "arguments", [(), pytest.param(CHAIN_SUM, marks=pytest.mark.full), pytest.param(OTHER_TASK, marks=pytest.mark.full)], ids=["as it stands", "sums", "other"]
 )
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(command, arguments: tuple[str, ...]) -> None:
     pytest.importorskip("reasoning_gym")
     assert command("train", "recipes/reasoning_gym.yaml", "--dry-run", *arguments).code == 0

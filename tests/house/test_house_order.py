@@ -23,7 +23,7 @@ def test_no_package_imports_from_one_above_it() -> None:
     [
         "tandem", "tandem.config.recipe", "tandem.types", "tandem.types.wire", "tandem.types.wire_records", "tandem.layout.shapes", "tandem.layout.sharding",
         "tandem.estimate.memory", "tandem.cli.main", "tandem.runtime.records.journal", "tandem.runtime.rpc.rpc_client", "tandem.pod.shim",
-        "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.dashboard.report", "tandem.model.family", "tandem.model.new_model",
+        "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.jobs.start_rl", "tandem.dashboard.report", "tandem.model.family", "tandem.model.new_model",
         "tandem.jobs.verify.verify_run", "tandem.gateway.server", "tandem.jobs.exposed.run_metrics", "tandem.observability.programs",
         "tandem.dashboard.server", "tandem.dashboard.top", "tandem.trackers.follow", "tandem.estimate.serving.throughput", "tandem.planner.serving.simulator",
         "tandem.cli.plan_serving",

@@ -85,6 +85,7 @@ def test_a_damaged_download_is_found_before_the_run_starts(first: Hub, tmp_path:
         train(load_config(recipe_file(tmp_path)))
 
 
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_a_dry_run_downloads_the_description_and_states_the_size(first: Hub, tmp_path: Path) -> None:
     commit = first.repos[NAME].revisions["main"]
     size = len(first.repos[NAME].commits[commit]["model.safetensors"]) / 2**20

@@ -49,6 +49,7 @@ def check_curve(folder: Path, other: Path, close: float) -> None:
         assert math.isclose(mine["train/loss"], its["train/loss"], rel_tol=close), (mine["step"], mine["train/loss"], its["train/loss"])
 
 
+@pytest.mark.full
 def test_muon_on_tensor_ranks_has_the_curve_of_one_process(data: Path, tmp_path: Path) -> None:
     one = alone(tmp_path / "one", data, "muon")
     command("train", str(write_optimizer_recipe(tmp_path / "ranks", data, "muon")), "--parallel.tensor=2")

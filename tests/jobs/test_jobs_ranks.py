@@ -128,6 +128,7 @@ def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample
     assert (changed["step"], changed["before"]["data"], changed["now"]["data"]) == (5, 2, 1)
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(two_heads: Path, data: Path, tmp_path: Path) -> None:
     said = run(tmp_path, data, TWO_HEADS, "--parallel.tensor=2", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:11", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1]

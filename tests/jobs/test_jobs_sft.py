@@ -291,6 +291,7 @@ def test_stage_of_a_pod_that_sleeps_in_a_folder_of_its_own_has_a_recipe_that_can
     assert stage.trainer.offload_folder == ("" if offload == "none" else folder)
 
 
+@pytest.mark.usefixtures("unmeasured_speed")
 def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_path: Path) -> None:
     recipe = load_config(write_recipe(tmp_path, data, data={"sequence_length": 20, "too_long": "leave_out"}, run={"max_steps": 4}))
     left_out = f"left out of '{data / 'chats'}': 2 of 4 examples"

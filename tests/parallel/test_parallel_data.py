@@ -107,6 +107,7 @@ def test_layers_with_linear_attention_are_replicas_too(zero: int, recompute: Any
         check(ranks.run(MeshShape(data=2), trained, case, zero), by_one_process(case))
 
 
+@pytest.mark.full
 def test_zero_stands_beside_tensor_and_expert_parallelism(ranks: Ranks) -> None:
     case = Case(QWEN3, sequence=True)
     check(ranks.run(MeshShape(data=2, tensor=2), trained, case, 2), by_one_process(case))

@@ -37,7 +37,9 @@ def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, s
 
 
 @pytest.mark.parametrize(
-    ("shape", "recompute"), [(MeshShape(data=2, expert=2), "none"), (MeshShape(context=2, tensor=2), "full")], ids=["data", "context"]
+    ("shape", "recompute"),
+    [(MeshShape(data=2, expert=2), "none"), pytest.param(MeshShape(context=2, tensor=2), "full", marks=pytest.mark.full)],
+    ids=["data", "context"],
 )
 def test_balancing_sees_the_tokens_of_all_ranks(ranks: Ranks, shape, recompute) -> None:
     case = Case(QWEN3_MOE, balance_loss=0.05, bias_rate=0.01, recompute=recompute, sequence=shape.tensor > 1)

@@ -1,3 +1,5 @@
+import fcntl
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +18,17 @@ from pod_runs import PodRun
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    """A run without faults, with step 1 traced."""
-    run = PodRun(tmp_path_factory.mktemp("undisturbed"))
-    done = run.train("--run.trace_steps=[1]")
-    assert done.returncode == 0, done.stderr + done.stdout
+    """A run without faults, with step 1 traced, made once for all processes of the tests. Nothing in it may be changed."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    run, made = PodRun(folder / "undisturbed"), folder / "undisturbed.made"
+    with (folder / "undisturbed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            done = run.train("--run.trace_steps=[1]")
+            assert done.returncode == 0, done.stderr + done.stdout
+            made.touch()
     return run
 
 

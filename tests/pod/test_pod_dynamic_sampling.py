@@ -185,6 +185,7 @@ def assert_same_training(run: PodRun, other: PodRun) -> None:
     assert (run.directory / model).read_bytes() == (other.directory / model).read_bytes()
 
 
+@pytest.mark.full
 def test_rounds_that_a_reward_model_scores_one_by_one_train_as_one_round_of_the_same_prompts(tmp_path: Path) -> None:
     """Samples depend on seed, step and prompt, so that two rounds of two prompts have those of one round of four."""
     whole, divided = scored_by_models(tmp_path), PodRun(tmp_path, tmp_path / "scored.yaml", name="divided")

@@ -73,9 +73,10 @@ def test_engine_of_two_tensor_ranks_has_the_bits_of_the_mesh_that_trains(mesh: s
     assert two.rows() == one.rows() and two.results() == one.results()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "fault"),
-    [("zero 1", NAMED_ON_A_MESH[0]), *(pytest.param("data x tensor, zero 1", fault, marks=pytest.mark.full) for fault in NAMED_ON_A_MESH)],
+    [("zero 1", NAMED_ON_A_MESH[0]), *(("data x tensor, zero 1", fault) for fault in NAMED_ON_A_MESH)],
 )
 def test_rank_that_is_killed_on_a_mesh_changes_no_bit(mesh: str, fault: str, run_of: RunOf, tmp_path: Path) -> None:
     quiet, run = run_of(MESHES[mesh]), PodRun(tmp_path)

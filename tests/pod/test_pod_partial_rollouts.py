@@ -44,6 +44,7 @@ def test_samples_are_continued_by_newer_weights_whose_tokens_alone_are_compared(
                 assert all(steps.count(each) % 4 == 0 for each in set(steps) - {steps[-1]})
 
 
+@pytest.mark.full
 def test_a_kill_in_the_middle_of_the_buffer_and_a_resume_give_the_bits_of_the_quiet_run(
     quiet: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def digits(completions, **columns):
 """
 
 
+@pytest.mark.full
 def test_reward_worker_that_is_killed_is_replaced_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     run = PodRun(tmp_path, recipe_with(tmp_path, rewards={"functions": [{"function": "killed.py:digits"}], "workers": 1}))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun, difference, finish
 
+from tandem.cli.main import main
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
 from tandem.model.huggingface.model_folder import read_tensors
@@ -156,6 +157,7 @@ class Heard(Callback):
         self.lines.append(text)
 
 
+@pytest.mark.full
 def test_finished_pod_with_more_steps_is_the_run_that_had_them_from_the_start(
     undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,8 +223,17 @@ def test_second_command_on_a_running_directory_is_refused_with_one_line(undistur
     assert difference(run, undisturbed) == []
 
 
-def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refused(undisturbed: PodRun, tmp_path: Path) -> None:
+def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refused(
+    undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet_root: None
+) -> None:
     run = PodRun(tmp_path)
+
+    def refused(*arguments: str) -> tuple[int, str]:
+        handler = signal.getsignal(signal.SIGTERM)
+        status = main(["resume", str(run.directory), *arguments])
+        signal.signal(signal.SIGTERM, handler)
+        return status, capsys.readouterr().err
+
     shutil.copytree(undisturbed.directory, run.directory)
     again = run.resume("--parallel.data=2")
     assert again.returncode == 0, again.stderr
@@ -235,32 +246,34 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     forget_end(run)
     config = run.directory / "config.yaml"
     before = config.read_bytes()
+    monkeypatch.chdir(run.parent)
     with RunLock(run.directory):
-        refused = run.resume("--machine.call_deadline_s=7")
-    assert refused.returncode == 2 and "is in use by process" in refused.stderr
+        status, said = refused("--machine.call_deadline_s=7")
+    assert status == 2 and "is in use by process" in said
     assert config.read_bytes() == before, "a worker of the run in use reads it when it is replaced"
-    refused = run.resume("--machine.threads=2")
-    assert refused.returncode == 2 and "thread" in refused.stderr
+    status, said = refused("--machine.threads=2")
+    assert status == 2 and "thread" in said
     assert config.read_bytes() == before, "a refused resume changes nothing"
     config.write_text(config.read_text().replace("threads: 1", "threads: 2"))
-    refused = run.resume()
-    assert refused.returncode == 2
-    assert "thread" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    status, said = refused()
+    assert status == 2
+    assert "thread" in said and len(said.splitlines()) == 1
     assert difference(run, undisturbed) == [], "a refused resume changes nothing"
     config.write_text(config.read_text().replace("threads: 2", "threads: 1"))
     (run.directory / "journal.sqlite").rename(tmp_path / "journal")
-    refused = run.resume()
-    assert refused.returncode == 1 and "has checkpoints and no journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    status, said = refused()
+    assert status == 1 and "has checkpoints and no journal.sqlite" in said and len(said.splitlines()) == 1
     assert not (run.directory / "journal.sqlite").exists()
     (run.directory / "journal.sqlite").touch()
-    refused = run.resume()
-    assert refused.returncode == 1 and "has checkpoints and an empty journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    status, said = refused()
+    assert status == 1 and "has checkpoints and an empty journal.sqlite" in said and len(said.splitlines()) == 1
     (tmp_path / "journal").rename(run.directory / "journal.sqlite")
     for folder in (run.directory / "checkpoints").glob("step-*"):
         os.truncate(max(folder.iterdir(), key=lambda path: path.stat().st_size), 1000)
     before = {path: path.read_bytes() for path in (run.directory / "metrics.jsonl", *run.directory.glob("checkpoints/*/*"))}
-    refused = run.resume()
-    assert refused.returncode == 1
-    assert "no checkpoint of this run is whole" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    done = run.resume()
+    status, said = done.returncode, done.stderr
+    assert status == 1
+    assert "no checkpoint of this run is whole" in said and len(said.splitlines()) == 1
     assert {path: path.read_bytes() for path in before} == before
     assert run.rows() == undisturbed.rows() and run.left_behind() == []

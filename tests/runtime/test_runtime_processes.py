@@ -87,6 +87,27 @@ def test_a_module_is_run_with_its_arguments_and_threads():
     assert module.wait() == 0
 
 
+def test_a_child_ends_with_its_status_output_threads_and_exit_handlers_and_is_not_torn_down(tmp_path, monkeypatch):
+    (tmp_path / "ending_program.py").write_text(
+        "import atexit, sys, threading, time\n"
+        "class Held:\n    def __del__(self): print('torn down')\n"
+        "held = Held()\n"
+        "atexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        "print('main')\n"
+        "if sys.argv[1] == 'fails': raise ValueError('why')\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for argument, status, lines in (("3", 3, []), ("0", 0, []), ("fails", 1, ["torn down"])):
+        output = tmp_path / argument
+        child = spawn("ending_program", [argument], threads=Threads(1), output=output)
+        assert child.wait() == status
+        said = output.read_text().splitlines()
+        assert [line for line in said if line in ("main", "thread", "handler", "torn down")] == ["main", "thread", "handler", *lines]
+        assert ("ValueError: why" in said) is (argument == "fails")
+
+
 def test_thread_counts_reach_torch():
     code = "import torch; print(torch.get_num_threads())"
     child = spawn(None, ["-c", code], program=sys.executable, threads=Threads(2), capture=True)

@@ -14,7 +14,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.engine.settings import check_kv_cache_dtype, check_states
+from tandem.engine.model_limits import check_kv_cache_dtype, check_states
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts

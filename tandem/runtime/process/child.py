@@ -38,7 +38,10 @@ def main() -> None:
 def run(kind: str, target: str, arguments: Sequence[str]) -> None:
     """Runs the Python module ``target`` as the program of this process, which asked before to be killed with its parent: that must not wait for an import."""
     prepare(kind, target, arguments)
-    runpy.run_module(target, run_name="__main__", alter_sys=True)
+    from tandem.runtime.process.fast_exit import fast_exit
+
+    with fast_exit():
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 
 def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
