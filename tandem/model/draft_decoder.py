@@ -30,14 +30,14 @@ ROWS_AT_ONCE = 512
 
 
 class DraftDecoder(Decoder):
-    """``head`` trained for ``steps`` positions of a draft by the frozen ``target``, which is no part of its parameters."""
+    """``head`` trained for ``steps`` positions of a draft by ``target``, which is no part of its parameters and gets no gradient of it."""
 
     def __init__(self, head: Eagle3Head, target: Decoder, steps: int) -> None:
         nn.Module.__init__(self)
         self.head, self.steps = head, steps
         # In a tuple, so that it is no submodule.
-        self._target = (target.requires_grad_(False),)
-        head.embedding = target.embedded
+        self._target = (target,)
+        head.embedding = torch.no_grad()(target.embedded)
         if head.shapes.own_embedding:
             head.embed_tokens.requires_grad_(False)
         self.shapes = self.local = head.shapes.trained
