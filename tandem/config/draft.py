@@ -69,6 +69,5 @@ def check_trained_draft(recipe: "Recipe") -> None:
     )
     for key, value, possible, reason in refusals:
         if value not in possible:
-            shown = f"'{value}'" if isinstance(value, str) else value
             fix = "remove it" if possible == (None,) else f"set it to {possible[0] if len(possible) == 1 else ' or '.join(map(str, possible))}"
-            raise UserError(f"'{key}' is {shown} and section 'draft' is given, whose head {reason}; {fix}, or remove section 'draft'")
+            raise UserError(f"'{key}' is {value} and section 'draft' is given, whose head {reason}; {fix}, or remove section 'draft'")

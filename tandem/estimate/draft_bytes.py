@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
+from tandem.estimate.processes import COMPILER_BYTES
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.estimate.training_bytes import head_bytes
@@ -13,8 +14,8 @@ from tandem.layout.shapes import ModelShapes
 
 
 class DraftBytes(NamedTuple):
-    """``held`` in every phase: weights, gradients, moments, and the staged copy of a checkpoint; ``working``: what its update needs besides, which the
-    policy's has freed."""
+    """``held`` in every phase: weights, gradients, moments, the staged copy of a checkpoint, and torch's compiler; ``working``: what its update needs
+    besides."""
 
     held: int = 0
     working: int = 0
@@ -26,4 +27,5 @@ def draft_bytes(draft: ModelShapes, trainer: TrainerConfig, parallel: ParallelCo
     own = replace(trainer, recompute="none", offload="none", offload_activations="none", optimizer="adamw", lora=None)
     weights, moments = weight_bytes(draft, own.dtype), optimizer_bytes(draft, own.optimizer, own.dtype)
     saved = max(saved_by_stage(draft, layout_of_trainer(own, parallel, tokens)))
-    return DraftBytes(2 * weights + moments + weights + moments, draft_steps * saved + head_bytes(draft, tokens, parallel))
+    compiler = 0 if trainer.recompute == "full" else COMPILER_BYTES
+    return DraftBytes(3 * weights + 2 * moments + compiler, draft_steps * saved + head_bytes(draft, tokens, parallel))

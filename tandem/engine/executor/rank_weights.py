@@ -42,7 +42,8 @@ def split_draft(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor
 
 class RankWeights:
     """Reads the weights of one rank, and with ``head`` those of this draft head, if they are published. They are staged in private memory until ``apply``
-    loads them into ``decoder``, or are where they were published (``share``). ``shared``: those that ``apply`` has let the decoder compute with where they are (``None``: it holds a copy)."""
+    loads them into ``decoder``, or are where they were published (``share``). ``shared``: those that ``apply``
+    has let the decoder compute with where they are (``None``: it holds a copy)."""
 
     def __init__(self, decoder: Decoder, source: WeightSource, head: Eagle3Draft | None = None) -> None:
         # The digests need xxhash, which an engine that loads folders does without.
