@@ -57,7 +57,7 @@ def check_trained_draft(recipe: "Recipe") -> None:
         )
     alone = "is published in one pod"
     refusals: tuple[Refusal, ...] = (
-        ("rollout.backend", recipe.rollout.backend, ("tandem",), "is drafted with by Tandem's own engine"),
+        ("rollout.backend", recipe.rollout.backend, ("tandem",), "drafts for Tandem's own engine"),
         ("trainer.backend", recipe.trainer.backend, ("tandem",), "is trained by Tandem's own trainer"),
         ("model.implementation", recipe.model.implementation, ("auto", "tandem"), "reads hidden states of Tandem's own decoder"),
         ("rollout.engine.tensor_parallel_size", recipe.rollout.engine.tensor_parallel_size, (1,), "is replaced in an engine of one rank"),
