@@ -142,7 +142,7 @@ def _update_draft(models: RankModels, step: int, samples: Sequence[Sample]) -> t
     if draft is None:
         return {}, {}
     began, sequences = perf_counter(), without_replay([train_sequence(each) for sample in samples for each in sample.sequences])
-    with actor.tracer.span("draft head"):
+    with actor.tracer.span("draft head"), actor.native.whole():
         metrics = update_draft(
             draft.replica, step, sequences, draft.trainer, total_steps=recipe.run.max_steps, guard=draft.guard,
             on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,

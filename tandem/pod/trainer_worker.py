@@ -140,7 +140,7 @@ class TrainerWorker:
         checkpoints = actor.checkpoints
         checkpoints.wait(self.rank.beat)
         checkpoints.export_critic(Path(meta["critic"]), dtype)
-        if actor.draft is not None and not Path(meta["draft"]).exists():
+        if actor.draft is not None and self.rank.ranks.is_first and not Path(meta["draft"]).exists():
             network = actor.draft.replica.model
             assert isinstance(network, DraftDecoder)
             save_eagle3(network.head, Path(meta["draft"]), dtype=dtype)

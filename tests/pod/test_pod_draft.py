@@ -113,6 +113,21 @@ def test_a_damaged_head_is_refused_before_the_first_step_and_before_a_resume(hea
     assert load_file(run.directory / "draft" / "model.safetensors").keys() == load_file(head / "model.safetensors").keys()
 
 
+@pytest.mark.full
+def test_data_parallel_ranks_train_the_same_head_with_zero_and_after_a_kill_of_one(head: Path, tmp_path: Path) -> None:
+    mesh = ("--parallel.data=2", "--machine.threads=2", "--run.max_steps=4")
+    plain, quiet, killed = (PodRun(tmp_path, name=name) for name in ("plain", "quiet", "killed"))
+    fault = ("--fault", "trainer_rank1:after:train:2", "--parallel.zero=2")
+    for run, options in ((plain, ()), (quiet, (drafting(head), DRAFT)), (killed, (drafting(head), DRAFT, *fault))):
+        done = run.train(*mesh, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [event.detail["part"] for event in killed.events("recovery")] == ["rank1"]
+    assert policy(plain) == policy(quiet) == policy(killed)
+    assert quiet.rows() == killed.rows() and len({row["draft/loss"] for row in quiet.rows()}) == 4
+    heads = [{name: content for name, content in run.results().items() if name.startswith("draft/")} for run in (quiet, killed)]
+    assert heads[0] == heads[1] and heads[0]
+
+
 def write(path: Path, sections: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(sections))
     return path
@@ -164,7 +179,8 @@ def test_a_head_that_is_trained_follows_a_policy_that_moves_and_one_that_stays_d
 REFUSED = {
     "rollout.engine.speculative_config=null": "'rollout.engine.speculative_config' is not given",
     "rollout.engine.speculative_config={method: suffix}": "has method 'suffix'; set it to {method: eagle3, model: FOLDER}",
-    "parallel.data=2": "section 'parallel' has 2 ranks",
+    "parallel.pipeline=2": "'parallel.pipeline' is 2",
+    "parallel={data: 2, zero: 3}": "'parallel.zero' is 3",
     "trainer.lora={rank: 2}": "'trainer.lora' is given",
     "trainer={offload: nvme, offload_parameters: nvme, offload_folder: state}": "'trainer.offload_parameters' is nvme",
     "rollout.backend=vllm": "'rollout.backend' is vllm",
