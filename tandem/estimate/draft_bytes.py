@@ -15,10 +15,11 @@ from tandem.layout.shapes import ModelShapes
 
 class DraftBytes(NamedTuple):
     """``held`` in every phase: weights, gradients, moments, the staged copy of a checkpoint, and torch's compiler; ``working``: what its update needs
-    besides."""
+    besides; ``published``: its share of a weight buffer."""
 
     held: int = 0
     working: int = 0
+    published: int = 0
 
 
 def draft_bytes(draft: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, draft_steps: int) -> DraftBytes:
@@ -28,4 +29,4 @@ def draft_bytes(draft: ModelShapes, trainer: TrainerConfig, parallel: ParallelCo
     weights, moments = weight_bytes(draft, own.dtype), optimizer_bytes(draft, own.optimizer, own.dtype)
     saved = max(saved_by_stage(draft, layout_of_trainer(own, parallel, tokens)))
     compiler = 0 if trainer.recompute == "full" else COMPILER_BYTES
-    return DraftBytes(3 * weights + 2 * moments + compiler, draft_steps * saved + head_bytes(draft, tokens, parallel))
+    return DraftBytes(3 * weights + 2 * moments + compiler, draft_steps * saved + head_bytes(draft, tokens, parallel), weights)

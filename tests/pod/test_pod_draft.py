@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pod_runs import RECIPE, PodRun, difference
 from safetensors.torch import load_file
@@ -14,6 +16,7 @@ from tandem.config.load import apply_overrides, read_yaml
 from tandem.config.recipe import Recipe, recipe_of
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.eagle3 import eagle3_shapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.create_model import create_model
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import initialise_eagle3, save_eagle3
@@ -28,17 +31,22 @@ def drafting(head: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head of random weights for the model of the tiny recipe."""
-    folder = tmp_path_factory.mktemp("head")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelShapes:
+    """The shapes of the model of the tiny recipe."""
+    folder = tmp_path_factory.mktemp("model")
     recipe = recipe_of(read_yaml(RECIPE))
     assert isinstance(recipe, Recipe) and recipe.model.create is not None
     create_model(recipe.model.create, 0, folder / "model")
-    shapes = read_shapes(folder / "model")
-    made = Eagle3Head(eagle3_shapes(shapes, shapes.vocab_size), ReferenceKernels())
+    return read_shapes(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def head(model: ModelShapes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of random weights for this model."""
+    made = Eagle3Head(eagle3_shapes(model, model.vocab_size), ReferenceKernels())
     initialise_eagle3(made, 0)
-    save_eagle3(made, folder / "head")
-    return folder / "head"
+    save_eagle3(made, folder := tmp_path_factory.mktemp("head") / "head")
+    return folder
 
 
 def policy(run: PodRun) -> tuple[list[dict[str, Any]], list[Any], dict[str, bytes]]:
@@ -70,7 +78,7 @@ def test_the_policy_has_the_bits_of_a_run_without_speculation(undisturbed: PodRu
 @pytest.mark.full
 def test_copied_weights_and_one_step_off_draw_with_the_trained_head_too(head: Path, undisturbed: PodRun, tmp_path: Path) -> None:
     copied = PodRun(tmp_path / "copied")
-    assert copied.train(drafting(head), DRAFT, "--rollout.weights=copied").returncode == 0
+    assert copied.train(drafting(head), DRAFT, "--rollout.weights=copied", "--rollout.workers=2", "--machine.threads=2").returncode == 0
     assert difference(copied, undisturbed) == []
     ahead = [PodRun(tmp_path / "ahead", name=name) for name in ("plain", "trained")]
     for run, options in zip(ahead, ((), (drafting(head), DRAFT)), strict=True):
@@ -111,6 +119,20 @@ def test_a_damaged_head_is_refused_before_the_first_step_and_before_a_resume(hea
     (own / "model.safetensors").write_bytes(content)
     assert run.resume("--run.max_steps=6").returncode == 0
     assert load_file(run.directory / "draft" / "model.safetensors").keys() == load_file(head / "model.safetensors").keys()
+
+
+@pytest.mark.full
+def test_a_head_with_a_part_of_the_vocabulary_and_an_embedding_of_its_own_keeps_both(model: ModelShapes, tmp_path: Path) -> None:
+    made = Eagle3Head(replace(eagle3_shapes(model, model.vocab_size - 5), own_embedding=True), ReferenceKernels())
+    initialise_eagle3(made, 0)
+    made.target_ids = torch.arange(5, model.vocab_size)
+    save_eagle3(made, tmp_path / "head")
+    run = PodRun(tmp_path)
+    done = run.train(drafting(tmp_path / "head"), DRAFT, "--run.max_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    began, ended = (load_file(folder / "model.safetensors") for folder in (tmp_path / "head", run.directory / "draft"))
+    kept = {"d2t", "t2d", "embed_tokens.weight"}
+    assert began.keys() == ended.keys() and {name for name in began if began[name].equal(ended[name])} == kept
 
 
 @pytest.mark.full

@@ -197,7 +197,7 @@ def plan(
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
                 experts_in_mxfp4=experts_in_mxfp4,
             )  # fmt: skip
-            return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world), kept=kept), None, disk)
+            return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world, buffers=2 * pods), kept=kept), None, disk)
         on_gpus = gpu_candidate(
             residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
         )
@@ -215,11 +215,12 @@ def plan(
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
 
 
-def _beside(memory: PodMemory, draft: DraftBytes, ranks: int = 1) -> PodMemory:
-    """Returns ``memory`` with a ``draft`` head on each of ``ranks`` in all phases of the trainer."""
+def _beside(memory: PodMemory, draft: DraftBytes, ranks: int = 1, buffers: int = 0) -> PodMemory:
+    """Returns ``memory`` with a ``draft`` head on each of ``ranks`` in all phases of the trainer, and in so many weight ``buffers``."""
     held, inference = ranks * draft.held, memory.inference
     trainer = memory.trainer + held + ranks * draft.working
-    return replace(memory, trainer=trainer, trainer_idle=memory.trainer_idle + held, inference=inference + held if inference else 0)
+    segments = memory.segments + buffers * draft.published
+    return replace(memory, trainer=trainer, trainer_idle=memory.trainer_idle + held, inference=inference + held if inference else 0, segments=segments)
 
 
 def gpu_candidate(
