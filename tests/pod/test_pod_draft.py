@@ -143,7 +143,7 @@ def test_data_parallel_ranks_train_the_same_head_with_zero_and_after_a_kill_of_o
     for run, options in ((plain, ()), (quiet, (drafting(head), DRAFT)), (killed, (drafting(head), DRAFT, *fault))):
         done = run.train(*mesh, *options)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert [event.detail["part"] for event in killed.events("recovery")] == ["rank1"]
+    assert [path.name for path in (killed.directory / "faults").iterdir()] == ["trainer_rank1-after-train-2"]
     assert policy(plain) == policy(quiet) == policy(killed)
     assert quiet.rows() == killed.rows() and len({row["draft/loss"] for row in quiet.rows()}) == 4
     heads = [{name: content for name, content in run.results().items() if name.startswith("draft/")} for run in (quiet, killed)]
