@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.cluster import ClusterConfig
 from tandem.config.coordination import CoordinationConfig
+from tandem.config.draft import check_draft_steps
 from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.limits import check_at_least_one, check_float32
@@ -28,8 +29,6 @@ from tandem.config.trainer import TrainerConfig
 from tandem.config.transformers_module import Refusal, check_transformers_module
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
-
-MOST_DRAFT_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ class PretrainConfig:
             refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "value_head", "center_coef", fix=fix)
 
     def _check_draft(self) -> None:
-        if not 1 <= self.draft_steps <= MOST_DRAFT_STEPS:
-            raise UserError(f"'algorithm.draft_steps' is {self.draft_steps}; it must be from 1 to {MOST_DRAFT_STEPS}")
+        check_draft_steps("algorithm", self.draft_steps)
         if self.draft_vocab_size < 0:
             raise UserError(f"'algorithm.draft_vocab_size' is {self.draft_vocab_size}; it must be 0 (all tokens, at most 32000) or more")
         if self.name != "draft":

@@ -37,10 +37,12 @@ def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_k
 
 
 def rl_bytes_on_disk(
-    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, *, critic: ModelShapes | None = None, follows: bool = False
+    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, *, critic: ModelShapes | None = None, follows: bool = False,
+    draft: ModelShapes | None = None,
 ) -> int:
     """Returns ``run_bytes_on_disk`` of a run of reinforcement learning: its models are the initial, the fine-tuned and the exported one, and of a reference
-    that ``follows`` the actor the one in each checkpoint; a ``critic`` is saved and exported too."""
+    that ``follows`` the actor the one in each checkpoint; a ``critic`` and a ``draft`` head are saved and exported too."""
     models = 3 + (checkpoints_kept + 1 if follows else 0)
     own = run_bytes_on_disk(shapes, trainer, checkpoints_kept, models)
-    return own + (run_bytes_on_disk(critic, trainer, checkpoints_kept, 1) if critic is not None else 0)
+    beside = sum(run_bytes_on_disk(each, trainer, checkpoints_kept, 1) for each in (critic, draft) if each is not None)
+    return own + beside

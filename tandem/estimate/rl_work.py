@@ -15,12 +15,13 @@ FORWARD_AND_BACKWARD = 3.0
 @dataclass(frozen=True, slots=True)
 class RLModels:
     """The shapes of the models of a run: of the ``actor``; of a reference that is not the actor's start, a ``teacher``; of a ``critic`` of its own; of a
-    ``reward_model`` (``None``: there is no such model)."""
+    ``reward_model``; of a ``draft`` head that is trained beside the actor (``None``: there is no such model)."""
 
     actor: ModelShapes
     teacher: ModelShapes | None = None
     critic: ModelShapes | None = None
     reward_model: ModelShapes | None = None
+    draft: ModelShapes | None = None
 
 
 class RLWork(NamedTuple):

@@ -52,7 +52,7 @@ def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int, is_mxfp4: bo
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
         recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights), kept_here(recipe, shapes),
-        is_mxfp4 and keeps_experts_in_mxfp4(recipe),
+        is_mxfp4 and keeps_experts_in_mxfp4(recipe), models.draft, 0 if recipe.draft is None else recipe.draft.draft_steps,
     )  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def _joined_ranks(recipe: Recipe) -> int:
 
 
 def _checkpoint_bytes(recipe: Recipe, shapes: ModelShapes) -> int:
-    """Returns the bytes of a checkpoint of the actor, of a critic of its own, and of a reference that follows."""
-    critic, trained = rl_models(recipe, shapes).critic, adapted_shapes(shapes, recipe.trainer.lora)
+    """Returns the bytes of a checkpoint of the actor, of a critic of its own, of a draft head that is trained, and of a reference that follows."""
+    models, trained = rl_models(recipe, shapes), adapted_shapes(shapes, recipe.trainer.lora)
     followed = weight_bytes(shapes, recipe.trainer.dtype) if recipe.reference.follows else 0
-    return checkpoint_bytes(trained, recipe.trainer) + (0 if critic is None else checkpoint_bytes(critic, recipe.trainer)) + followed
+    beside = sum(checkpoint_bytes(each, recipe.trainer) for each in (models.critic, models.draft) if each is not None)
+    return checkpoint_bytes(trained, recipe.trainer) + beside + followed

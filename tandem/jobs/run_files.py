@@ -40,6 +40,8 @@ SFT_FOLDER = "sft"
 """The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
 CRITIC_FOLDER = "critic"
 """The folder, in that of a run with a critic of its own, of the trained one."""
+DRAFT_FOLDER = "draft"
+"""The folder, in that of a run that trains a draft head beside the policy, of the trained one."""
 
 INPUTS_FOLDER = "inputs"
 """The folder, in that of a run, with the reward functions and the rows that ``train`` was given as objects."""

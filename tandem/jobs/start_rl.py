@@ -25,6 +25,7 @@ from tandem.jobs.rl import reinforce
 from tandem.jobs.rl_run.rl_run import RLRun
 from tandem.jobs.run_files import (
     CRITIC_FOLDER,
+    DRAFT_FOLDER,
     SFT_FOLDER,
     begun,
     check_config,
@@ -41,7 +42,7 @@ from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.layout.placement import mesh_of
-from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
@@ -50,6 +51,7 @@ from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
+from tandem.pod.rl_models import draft_folder, published_bytes
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import begin_again, joining_of, nodes_of, open_channels, rank_threads, shared_store
 from tandem.report.run_facts import PREDICTION_KEY
@@ -76,7 +78,6 @@ from tandem.runtime.records.run_records import Records
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.types import RunError, UserError
-from tandem.weight_transfer.manifest import segment_bytes
 
 
 def execute_rl(
@@ -139,6 +140,8 @@ def _execute(
                 check_start_model(found_model(recipe.critic.path).resolve(), journal, key="critic_model")
             if recipe.reference.path:
                 check_start_model(found_model(recipe.reference.path).resolve(), journal, key="reference_model")
+            if recipe.draft is not None:
+                check_start_model(draft_folder(recipe), journal, key="draft_head")
             if recipe.reward_model.path:
                 check_start_model(found_model(recipe.reward_model.path).resolve(), journal, key="reward_model")
 
@@ -155,7 +158,7 @@ def _execute(
 
         near = stack.enter_context(contextlib.closing(near_tiers(recipe, directory, journal, metrics, joining_of(rollout_channel), callback.message)))
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
+            trainer, RolloutSidecar(rollout_channel), start, published_bytes(recipe, shapes), journal,
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
             on_committed=committed, in_use=in_use, near=near,
@@ -273,13 +276,13 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
 
 def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
     """Writes the model, a critic of its own and the report, in place of those of an earlier end of the run."""
-    model, critic = run.directory / "model", run.directory / CRITIC_FOLDER
-    # A run with its model has its critic.
-    remove_model(model)
-    remove_model(critic)
+    model, critic, draft = (run.directory / name for name in ("model", CRITIC_FOLDER, DRAFT_FOLDER))
+    # A run with its model has its critic and its draft head.
+    for folder in (model, critic, draft):
+        remove_model(folder)
     while True:
         try:
-            pod.export(model, critic)
+            pod.export(model, critic, draft)
             break
         except SidecarDied as death:
             recover(pod, death, steps)

@@ -7,6 +7,8 @@ from tandem.layout.shapes import ModelShapes, Parameter, RopeScaling, parameters
 
 EMBEDDING = "embed_tokens.weight"
 """The head's own table, which is never trained."""
+PUBLISHED = "draft."
+"""Before the names of a head's parameters among published weights."""
 AUX_LAYERS = 3
 """The hidden states of the target that a head reads: a low, a middle and a high one."""
 
@@ -84,3 +86,8 @@ def eagle3_parameters(shapes: Eagle3Shapes) -> Iterator[Parameter]:
         yield Parameter(f"midlayer.{own}", (shape[0], 2 * hidden) if is_wide else shape)
     yield Parameter("norm.weight", (hidden,))
     yield Parameter("lm_head.weight", (shapes.draft_vocab_size, hidden))
+
+
+def published_head(shapes: Eagle3Shapes) -> Iterator[Parameter]:
+    """Yields what engines receive of a head that is trained beside the policy: all that training changes, under ``PUBLISHED``."""
+    return (Parameter(f"{PUBLISHED}{name}", shape) for name, shape in eagle3_parameters(shapes) if name != EMBEDDING)

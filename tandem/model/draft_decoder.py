@@ -30,14 +30,14 @@ ROWS_AT_ONCE = 512
 
 
 class DraftDecoder(Decoder):
-    """``head`` trained for ``steps`` positions of a draft by the frozen ``target``, which is no part of its parameters."""
+    """``head`` trained for ``steps`` positions of a draft by ``target``, which is no part of its parameters and gets no gradient of it."""
 
     def __init__(self, head: Eagle3Head, target: Decoder, steps: int) -> None:
         nn.Module.__init__(self)
         self.head, self.steps = head, steps
         # In a tuple, so that it is no submodule.
-        self._target = (target.requires_grad_(False),)
-        head.embedding = target.embedded
+        self._target = (target,)
+        head.embedding = torch.no_grad()(target.embedded)
         if head.shapes.own_embedding:
             head.embed_tokens.requires_grad_(False)
         self.shapes = self.local = head.shapes.trained
@@ -140,7 +140,7 @@ class _TestTimeAttention:
             keys, values = ([each[first:last, head] for each in every] for every in (self._keys, self._values))
             scores = _product(products, own.reshape(-1, size), keys[0]).view(count, groups, count).masked_fill(later.unsqueeze(1), float("-inf"))
             drafted = [(own * key.unsqueeze(1)).sum(2, keepdim=True) for key in keys[1:]]
-            shares = (torch.cat((scores, *drafted), dim=2) * layer.scale).softmax(2)
+            shares = _softmax(torch.cat((scores, *drafted), dim=2) * layer.scale)
             mixed = _product(products, shares[..., :count].reshape(-1, count), values[0].t()).view(count, groups, size)
             for place, value in enumerate(values[1:], count):
                 mixed = mixed + shares[..., place : place + 1] * value.unsqueeze(1)
@@ -150,3 +150,9 @@ class _TestTimeAttention:
 
 def _product(kernels: Kernels, x: Tensor, weight: Tensor) -> Any:
     return kernels.linear(x.contiguous(), weight.contiguous(), None)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    """Returns the softmax over the last dimension. The bits of the gradient of torch's own depend on the number of threads."""
+    shares = (x - x.detach().amax(-1, keepdim=True)).exp()
+    return shares / shares.sum(-1, keepdim=True)

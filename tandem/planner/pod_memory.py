@@ -94,7 +94,7 @@ def _phases(recipe: Recipe, actor: ModelShapes, empty: PodMemoryPlan) -> PodMemo
 
     chosen, why = choose(allowed, lambda residency: needs(residency, empty.engines, empty.ranks), budget)
     trained = [shapes] if beside.critic is None else [shapes, beside.critic]
-    files = rl_bytes_on_disk(shapes, trainer, recipe.checkpoint.keep, critic=beside.critic, follows=recipe.reference.follows)
+    files = rl_bytes_on_disk(shapes, trainer, recipe.checkpoint.keep, critic=beside.critic, follows=recipe.reference.follows, draft=beside.draft)
 
     def phases(candidate: Candidate, ranks: int) -> tuple[PhaseMemory, ...]:
         """Returns the phases of ``ranks`` and their engines. The run's files are in one place."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.config.draft import DraftConfig
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import Kernels
@@ -17,10 +18,11 @@ from tandem.model.model_source import found_model
 from tandem.model.value_folder import make_value_folder
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents.trainer import Held, HeldGradients, HeldTensors
+from tandem.pod.rl_models import draft_folder
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.backend import TrainedReplica, TrainedState
-from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
-from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedCritic
+from tandem.trainer.build import ReplicaSettings, build_draft, build_frozen, build_replica
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedBeside
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.offloader import storage_bytes
@@ -63,9 +65,9 @@ class FrozenModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Critic:
-    """PPO's value model on the same mesh, with its own optimizer and guard. ``trainer``: section ``trainer`` with the critic's learning rate; ``start``: the
-    folder that it was loaded from."""
+class TrainedBeside:
+    """A model that is trained beside the actor on the same mesh, with its own optimizer and guard. ``trainer``: section ``trainer`` with its learning rate;
+    ``start``: the folder that it was loaded from."""
 
     replica: Replica
     guard: GradScaler
@@ -77,7 +79,7 @@ class Critic:
 class Actor:
     """``reference``: the start model or the one of section ``reference`` on the same mesh, frozen unless it ``follows`` the actor (``None``: the loss
     has no KL, or the actor is an adapter of the start model, so that it is the reference too). ``critic``: PPO's (``None``: the actor has a second head
-    for it, or the algorithm is another).
+    for it, or the algorithm is another). ``draft``: the draft head of the engine that learns to draft what the actor draws (``None``: it stays as it is).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: TrainedReplica
@@ -85,7 +87,8 @@ class Actor:
     checkpoints: ReplicaCheckpoints
     tracer: Tracer
     reference: FrozenModel | None = None
-    critic: Critic | None = None
+    critic: TrainedBeside | None = None
+    draft: TrainedBeside | None = None
     reward_model: FrozenModel | None = None
     follows: bool = False
 
@@ -108,8 +111,9 @@ class Actor:
         return held | {name: model for name, model in frozen.items() if model is not None}
 
     def drop_gradients(self) -> int:
-        """Drops the gradients of actor and critic. Returns their bytes."""
-        return self.replica.drop_gradients() + (0 if self.critic is None else self.critic.replica.drop_gradients())
+        """Drops the gradients of all that is trained. Returns their bytes."""
+        beside = [each.replica for each in (self.critic, self.draft) if each is not None]
+        return self.replica.drop_gradients() + sum(replica.drop_gradients() for replica in beside)
 
 
 def build_actor(
@@ -127,6 +131,8 @@ def build_actor(
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most, context) if recipe.has_critic else None
+    draft = None if recipe.draft is None else _build_draft(recipe, recipe.draft, state, context)
+    beside = {name: SavedBeside(each.replica, each.guard, each.start) for name, each in (("critic", critic), ("draft", draft)) if each is not None}
 
     def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
         made = FrozenModel(lambda: build_frozen(model, ranks, kernels))
@@ -149,14 +155,14 @@ def build_actor(
     checkpoints = ReplicaCheckpoints(
         directory / "checkpoints", recipe.checkpoint.keep, start, state, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
-        critic=None if critic is None else SavedCritic(critic.replica, critic.guard, critic.start),
+        beside=beside,
         reference=reference.replica if follows and reference is not None else None,
     )  # fmt: skip
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
     torch.manual_seed(recipe.run.seed)
-    return Actor(state.replica, guard, checkpoints, tracer, reference, critic, reward_model, follows)
+    return Actor(state.replica, guard, checkpoints, tracer, reference, critic, draft, reward_model, follows)
 
 
 def build_state(settings: ReplicaSettings, rank: Rank, kernels: Kernels) -> TrainedState:
@@ -173,7 +179,7 @@ def build_state(settings: ReplicaSettings, rank: Rank, kernels: Kernels) -> Trai
     return ReplicaState(build_replica(settings, rank.ranks, kernels))
 
 
-def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int, context: int) -> Critic:
+def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int, context: int) -> TrainedBeside:
     """Builds this rank's part of the critic: the model that section ``critic`` names, or ``start`` with a new head."""
     folder = rank.directory / "models" / "critic"
     source = found_model(recipe.critic.path).resolve() if recipe.critic.path else start
@@ -183,4 +189,16 @@ def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, mos
     rank.ranks.world.barrier("the critic's model")
     trainer = replace(recipe.trainer, learning_rate=recipe.critic.learning_rate, lora=None)
     settings = ReplicaSettings(folder if folder.exists() else source, rank.directory, trainer, recipe.parallel, most_tokens, context=context)
-    return Critic(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer, settings.start)
+    return TrainedBeside(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer, settings.start)
+
+
+def _build_draft(recipe: Recipe, draft: DraftConfig, actor: TrainedState, context: int) -> TrainedBeside:
+    """Builds the draft head that the engine is started with, beside the ``actor``, whose weights are in memory."""
+    assert isinstance(actor.replica, Replica)
+    folder = draft_folder(recipe)
+    # The head is one layer, and stays in memory. Its positions attend to each other as no shared prompt does.
+    trainer = replace(
+        recipe.trainer, learning_rate=draft.learning_rate, optimizer="adamw", offload="none", offload_activations="none", recompute="none",
+        share_prompts=False,
+    )  # fmt: skip
+    return TrainedBeside(build_draft(actor.replica, folder, draft.draft_steps, trainer, context), GradScaler(trainer), trainer, folder)

@@ -169,9 +169,9 @@ class Pod:
             self.engine_bytes["kv_cache"], self.engine_step = int(started["kv_cache_bytes"]), None
             self._note_base(started, detail)
 
-    def export(self, folder: Path, critic: Path) -> None:
+    def export(self, folder: Path, critic: Path, draft: Path) -> None:
         """Write the actor as a Hugging Face folder, and a critic of its own as ``critic``."""
-        self.trainer.export(folder, critic)
+        self.trainer.export(folder, critic, draft)
 
     def close(self) -> None:
         """End both sidecars and everything they own."""

@@ -8,11 +8,12 @@ from typing import Any
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.flops import step_flops
 from tandem.layout.residents import Phase
-from tandem.pod.actor import Critic
+from tandem.pod.actor import TrainedBeside
 from tandem.pod.inference import Inferred
 from tandem.pod.rank_models import RankModels
 from tandem.rl.algorithms.batch import make_batch, train_sequence, without_replay
 from tandem.rl.algorithms.critic import critic_metrics, update_critic
+from tandem.rl.algorithms.draft import update_draft
 from tandem.rl.algorithms.minibatches import worst
 from tandem.rl.algorithms.token_entropies import EntropyRecord
 from tandem.rl.algorithms.update import update_policy
@@ -65,15 +66,17 @@ def policy_step(
         record.weights(actor.replica, "after the step")
     models.steps += 1
     _update_reference(models)
+    device = _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing)
+    drafted, of_draft = _update_draft(models, step, inferred.samples)
     guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
-    metrics, verdicts = result.metrics | replay_metrics(models, batch.sequences), [result.verdict]
+    metrics, verdicts = result.metrics | replay_metrics(models, batch.sequences) | drafted, [result.verdict]
     if learned is not None:
         metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
     elif shared is not None:
         metrics = metrics | critic_metrics(batch.sequences)
     of_tokens = entropies.take(batch.sequences, models.rank.ranks.world, actor.replica.model.device)
     return {
-        "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
+        "metrics": metrics, "device": device | of_draft, "tokens": result.tokens,
         "verdict": worst(verdicts), "learned": has_learned(result, recipe.trainer, step),
         "compared": 0 if check is None else check.take_compared(),
         "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
@@ -115,7 +118,7 @@ def _values_of_the_actor(models: RankModels, samples: Sequence[Sample]) -> dict[
         return sequence_values(actor.replica, sequences, trainer.micro_batch_tokens, share_prompts=trainer.share_prompts)
 
 
-def _update_critic(models: RankModels, critic: Critic, batch: Batch, on_progress: Progress) -> StepResult:
+def _update_critic(models: RankModels, critic: TrainedBeside, batch: Batch, on_progress: Progress) -> StepResult:
     recipe = models.recipe
     batch = replace(batch, sequences=tuple(without_replay(batch.sequences)))
     return update_critic(
@@ -130,6 +133,21 @@ def _update_reference(models: RankModels) -> None:
     if actor.follows and actor.reference is not None and models.steps % config.every_steps == 0:
         with actor.tracer.span("update the reference"):
             follow(actor.reference.replica, actor.native, config.mixup_alpha if config.update == "ema" else 1.0)
+
+
+def _update_draft(models: RankModels, step: int, samples: Sequence[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """Trains a draft head on ``samples``, with the weights that the policy has after ``step``. Returns its metrics, and the seconds that it took; nothing
+    without one. A guard that skips its updates does not end the run, whose samples do not depend on it."""
+    actor, recipe, draft = models.actor, models.recipe, models.actor.draft
+    if draft is None:
+        return {}, {}
+    began, sequences = perf_counter(), without_replay([train_sequence(each) for sample in samples for each in sample.sequences])
+    with actor.tracer.span("draft head"), actor.native.whole():
+        metrics = update_draft(
+            draft.replica, step, sequences, draft.trainer, total_steps=recipe.run.max_steps, guard=draft.guard,
+            on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
+        )  # fmt: skip
+    return metrics, {"perf/draft_update_s": perf_counter() - began}
 
 
 def _device_metrics(models: RankModels, speed: DeviceSpeed, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:

@@ -89,7 +89,8 @@ class RankModels:
     def convert(self, engine_layout: Layout | None = None) -> ConvertedWeights:
         """Names and places this rank's parts of the actor's weights, once; ``engine_layout``: as in ``weight_transfer.convert``."""
         if self.converted is None:
-            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing, engine_layout)
+            checkpoints = self.actor.checkpoints
+            self.converted = convert(checkpoints.state, self.rank.publishing, engine_layout, checkpoints.state_of("draft"))
         return self.converted
 
     def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None, *, announces: bool = False) -> WeightManifest:

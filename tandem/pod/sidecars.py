@@ -117,9 +117,9 @@ class TrainerSidecar:
         """Wait for the checkpoint that is under way. Returns what ``save`` does."""
         return self.channel.call("finish_save").meta
 
-    def export(self, folder: Path, critic: Path) -> None:
+    def export(self, folder: Path, critic: Path, draft: Path) -> None:
         """Write the actor as a Hugging Face folder, once, and a critic of its own as ``critic``."""
-        self.channel.call("export", {"folder": str(folder), "critic": str(critic)})
+        self.channel.call("export", {"folder": str(folder), "critic": str(critic), "draft": str(draft)})
 
     def forget_local(self) -> None:
         """Removes the run's checkpoints from the local disks of the ranks' machines."""

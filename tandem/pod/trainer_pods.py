@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 GRACE_S = 3.0
 """Seconds that the other pods have to say what they know after the first one has failed: a rank that died is named by its own pod."""
 _POLL_S = 0.2
-_PATHS = ("folder", "start", "critic")
+_PATHS = ("folder", "start", "critic", "draft")
 """Arguments of calls that are paths in the run's folder."""
 
 

@@ -23,6 +23,8 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import packed_layout
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
+from tandem.model.draft_decoder import DraftDecoder
+from tandem.model.eagle3_folder import save_eagle3
 from tandem.model.export_dtype import export_dtype
 from tandem.pod.actor import build_actor
 from tandem.pod.calls import TRAINER_CALLS
@@ -132,10 +134,16 @@ class TrainerWorker:
         return {}, {}
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Writes the actor as a Hugging Face folder, whole or not at all, once, after a critic of its own as ``critic``."""
-        checkpoints, dtype = self._held().enter(Phase.TRAIN).checkpoints, export_dtype(self.recipe.model, self.recipe.trainer.dtype)
+        """Writes the actor as a Hugging Face folder, whole or not at all, once, after a critic of its own as ``critic`` and a draft head that was trained as
+        ``draft``."""
+        actor, dtype = self._held().enter(Phase.TRAIN), export_dtype(self.recipe.model, self.recipe.trainer.dtype)
+        checkpoints = actor.checkpoints
         checkpoints.wait(self.rank.beat)
         checkpoints.export_critic(Path(meta["critic"]), dtype)
+        if actor.draft is not None and self.rank.ranks.is_first and not Path(meta["draft"]).exists():
+            network = actor.draft.replica.model
+            assert isinstance(network, DraftDecoder)
+            save_eagle3(network.head, Path(meta["draft"]), dtype=dtype)
         checkpoints.export(Path(meta["folder"]), dtype)
         self.rank.ranks.world.barrier("the exported model")
         return {}, {}

@@ -134,11 +134,20 @@ def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_f
 
 
 def _draft(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, folder: Path, steps: int) -> DraftDecoder:
-    """Returns the head in ``folder`` beside the whole model of ``settings``."""
-    dtype = getattr(torch, settings.trainer.dtype)
-    target = load_model(settings.start, kernels, dtype=dtype, device=ranks.device)
+    """Returns the head in ``folder`` beside the whole model of ``settings``, which stays as it is."""
+    target = load_model(settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device).requires_grad_(False)
     target.use_context(settings.context or target.positions)
     target.kernels = in_precision(kernels, settings.trainer.precision, target.device)
-    head = load_eagle3(folder, target.kernels, target.shapes, dtype=dtype, device=ranks.device)
-    head.use_context(settings.context)
+    return _beside(target, folder, steps, settings.context)
+
+
+def _beside(target: Decoder, folder: Path, steps: int, context: int) -> DraftDecoder:
+    head = load_eagle3(folder, target.kernels, target.shapes, dtype=target.dtype, device=target.device)
+    head.use_context(context)
     return DraftDecoder(head, target, steps)
+
+
+def build_draft(target: Replica, folder: Path, steps: int, trainer: TrainerConfig, context: int) -> Replica:
+    """Returns the draft head in ``folder``, trained with the settings ``trainer`` beside the model of ``target``, which goes on learning by itself. Arguments
+    as of ``ReplicaSettings``. Raises ``UserError`` as ``load_eagle3``."""
+    return make_replica(_beside(target.model, folder, steps, context), trainer, target.ranks)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.layout.eagle3 import PUBLISHED
 from tandem.layout.panels import Stacks, is_in_panels, is_stackable, is_stackable_in_rows, stacked_order, stacks_of
 from tandem.layout.shapes import STANDARD_NAMES, ExpertNames, published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
@@ -78,10 +79,13 @@ class ConvertedWeights:
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
-def convert(state: TrainedState, ranks: Communicator | None = None, engine_layout: Layout | None = None) -> ConvertedWeights:
+def convert(
+    state: TrainedState, ranks: Communicator | None = None, engine_layout: Layout | None = None, draft: TrainedState | None = None
+) -> ConvertedWeights:
     """Names and places every part of the weights that training changes and engines have. Every one of ``ranks`` calls it, which hold all of them together
     (``None``: the ranks of the replica). Copies and gathers no weights. ``engine_layout``: of the matrices that engines multiply with, if they compute with
     the published ones (``None``: they do not): what they stack is placed one behind the other, and written in that layout, where the ranks' parts allow it.
+    ``draft``: of a draft head that is trained beside the model, and published with it under the prefix ``PUBLISHED``.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
@@ -93,6 +97,9 @@ def convert(state: TrainedState, ranks: Communicator | None = None, engine_layou
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
+    if draft is not None:
+        order |= {f"{PUBLISHED}{name}": shape for name, shape in trained_parameters(draft.replica.model.shapes)}
+        shards += [shard._replace(name=f"{PUBLISHED}{shard.name}") for shard in draft.weight_shards()]
     names = STANDARD_NAMES if shapes.experts is None else shapes.experts.names
     converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, engine_layout, names)
     for tensor in converted.tensors:

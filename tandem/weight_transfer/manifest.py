@@ -8,6 +8,7 @@ from itertools import accumulate, combinations
 
 import xxhash
 
+from tandem.layout.eagle3 import Eagle3Shapes, published_head
 from tandem.layout.panels import is_in_panels
 from tandem.layout.shapes import ModelShapes, published_parameters
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
@@ -33,9 +34,11 @@ def place(sizes: Iterable[int]) -> list[int]:
     return offsets
 
 
-def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
-    """Returns the bytes of a segment with every tensor of the Hugging Face form, one after another, each aligned."""
-    return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in published_parameters(shapes))
+def segment_bytes(shapes: ModelShapes, dtype: str, head: Eagle3Shapes | None = None) -> int:
+    """Returns the bytes of a segment with every tensor of the Hugging Face form, and of a draft ``head`` that is trained beside the model, one after another,
+    each aligned."""
+    published = [*published_parameters(shapes), *(() if head is None else published_head(head))]
+    return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in published)
 
 
 def offsets_of(part: PartEntry) -> ShardOffsets:

@@ -18,7 +18,8 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
-from tandem.types import UserError
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.types import UserError, WeightVersion
 
 PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "q"]
 PARAMS = SamplingParams(n=2, max_tokens=40, seed=3, temperature=0.8, ignore_eos=True)
@@ -103,6 +104,29 @@ def test_an_eagle3_head_proposes_what_the_equations_say(make_folder: Folders, he
     assert len(seen) > 15
     for known, draft in seen:
         assert draft and draft == published.draft(known, len(draft)), known
+
+
+def test_a_head_that_is_replaced_with_the_model_proposes_what_its_own_equations_say(
+    make_folder: Folders, heads: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, head = make_folder("qwen3", 1), eagle3_head(make_folder("qwen3"), tmp_path / "head", seed=9)
+    llm = start(make_folder("qwen3"), 3, heads("qwen3"))
+    outputs(llm, GREEDY)
+    tensors = load_file(head / "model.safetensors")
+    # The tokens that a head can propose are no weights, and stay.
+    del tensors["d2t"], tensors["t2d"]
+    llm.update_weights(dict(read_tensors(model)), WeightVersion(0, 1), tensors)
+    seen = recorded(llm, monkeypatch)
+    drawn, plain = ([(each.token_ids, each.raw_logprobs) for (each,) in outputs(own, GREEDY)] for own in (llm, start(model)))
+    assert drawn == plain
+    published = PublishedEagle3(head, model)
+    published.target_ids = PublishedEagle3(heads("qwen3"), model).target_ids
+    assert len(seen) > 15
+    for known, draft in seen:
+        assert draft and draft == published.draft(known, len(draft)), known
+    with pytest.raises(UserError, match=r"'fc\.weight' is missing"):
+        llm.update_weights(dict(read_tensors(model)), WeightVersion(0, 2), {"norm.weight": tensors["norm.weight"]})
+    assert llm.weight_version == WeightVersion(0, 1)
 
 
 def test_a_layer_that_predicts_as_the_model_does_is_always_right(predictors: Folders) -> None:

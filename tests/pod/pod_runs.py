@@ -66,8 +66,8 @@ class PodRun:
     # -- what the run produced -------------------------------------------------------------------------------------
 
     def results(self) -> dict[str, bytes]:
-        """Returns every file whose bytes a fault must not change: the model, a critic and all checkpoints."""
-        exported = [folder for name in ("model", "critic") if (folder := self.directory / name).is_dir()]
+        """Returns every file whose bytes a fault must not change: the model, a critic, a draft head and all checkpoints."""
+        exported = [folder for name in ("model", "critic", "draft") if (folder := self.directory / name).is_dir()]
         found = {f"{folder.name}/{path.name}": path.read_bytes() for folder in exported for path in folder.iterdir()}
         for folder in (self.directory / "checkpoints").glob("step-*"):
             found.update({f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()})

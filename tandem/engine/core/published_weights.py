@@ -1,14 +1,17 @@
 """The published weights of an engine of one rank: read and taken between two steps, or staged beside its steps and then only put in the place of the others."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from tandem.engine.core.components import EngineComponents
 from tandem.engine.core.staging import Staged, Staging, can_stage, stage
 from tandem.engine.core.weight_updates import replace_weights
-from tandem.engine.executor.rank_weights import RankWeights
+from tandem.engine.executor.rank_weights import RankWeights, split_draft
 from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION
+from tandem.engine.spec_decode.proposers import eagle3_of
 from tandem.model.adopted import SharedTensors
 from tandem.types import EngineDied, Updated, WeightSource, WeightVersion
 
@@ -33,7 +36,7 @@ class PublishedWeights:
         """As ``Engine.update_weights_from``, while no step is in flight. Returns the digests of the plain weights too, if they are digested."""
         staged = self._take_staged(source, version)
         if staged is not None:
-            replace_weights(self._components, staged.twin, version, None, with_digests=False)
+            replace_weights(self._components, staged.twin, version, staged.draft, with_digests=False)
             if staged.shared is None:
                 self._opened(source).was_applied()
             self.shared, self._replaced = staged.shared, staged
@@ -44,11 +47,15 @@ class PublishedWeights:
         weights, called = self._opened(source), version if source.verifies else DUMMY_VERSION
         shared = None if self._with_digests else weights.share(version)
         if shared is not None:
-            replace_weights(self._components, SharedTensors(shared.tensors, shared.in_panels), called, None, with_digests=False)
+            model, draft = split_draft(shared.tensors.items())
+            replace_weights(self._components, SharedTensors(model, shared.in_panels), called, _listed(draft), with_digests=False)
             self.shared = shared
             return Updated(version, shared.size_bytes, shared.rereads, shared.revision), {}
         read = weights.read(version)
-        digests = replace_weights(self._components, read.tensors, called, None, self._with_digests, weights.changes())
+        model, draft = split_draft(read.tensors)
+        changes = weights.changes()
+        known = None if changes is None else {name: where for name, where in changes.items() if name in model}
+        digests = replace_weights(self._components, model.items(), called, _listed(draft), self._with_digests, known)
         weights.was_applied()
         self.shared = None
         return Updated(version, read.size_bytes, read.rereads, read.revision), digests
@@ -99,5 +106,10 @@ class PublishedWeights:
         if self._weights is None or self._weights.source != source:
             if self._weights is not None:
                 self._weights.close()
-            self._weights = RankWeights(self._components.runner.decoder, source)
+            runner = self._components.runner
+            self._weights = RankWeights(runner.decoder, source, eagle3_of(runner.proposer))
         return self._weights
+
+
+def _listed(draft: Mapping[str, Tensor] | None) -> Iterable[tuple[str, Tensor]] | None:
+    return None if draft is None else draft.items()

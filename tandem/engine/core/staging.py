@@ -7,13 +7,16 @@ version is refused, before any engine pauses for it. The pause is then an exchan
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from tandem.engine.executor.rank_weights import RankWeights
+from tandem.engine.executor.rank_weights import RankWeights, split_draft
+from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
+from tandem.layout.eagle3 import published_head
 from tandem.layout.shapes import published_parameters
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.decoder import Decoder
@@ -31,12 +34,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A version that an engine can compute with at once: ``twin`` holds it, packed. ``digests``: of its plain weights, if they are digested. ``shared``: the
-    shared memory that ``twin`` computes with; ``None``: it has memory of its own."""
+    shared memory that ``twin`` computes with; ``None``: it has memory of its own. ``draft``: the draft head that was published with them."""
 
     twin: Decoder
     updated: Updated
     digests: dict[str, str]
     shared: "SharedWeights | None" = None
+    draft: Eagle3Draft | None = None
 
 
 class Staging:
@@ -93,14 +97,16 @@ def stage(weights: RankWeights, version: WeightVersion, *, with_digests: bool) -
             return None
         twin = weights.decoder.twin()
         if shared is not None:
-            adopt(twin, SharedTensors(shared.tensors, shared.in_panels))
-            return Staged(twin, Updated(version, shared.size_bytes, shared.rereads, shared.revision), {}, shared)
+            model, head = split_draft(shared.tensors.items())
+            adopt(twin, SharedTensors(model, shared.in_panels))
+            return Staged(twin, Updated(version, shared.size_bytes, shared.rereads, shared.revision), {}, shared, _draft(weights, head))
         read = weights.read(version)
-        load_parts(twin, dict(read.tensors), pack=not with_digests)
+        model, head = split_draft(read.tensors)
+        load_parts(twin, model, pack=not with_digests)
         digests = weight_digests(twin) if with_digests else {}
         if with_digests:
             twin.pack()
-        return Staged(twin, Updated(version, read.size_bytes, read.rereads, read.revision), digests)
+        return Staged(twin, Updated(version, read.size_bytes, read.rereads, read.revision), digests, draft=_draft(weights, head))
     except (MemoryError, OSError, RuntimeError) as error:
         if not _is_of_memory(error):
             raise
@@ -108,9 +114,16 @@ def stage(weights: RankWeights, version: WeightVersion, *, with_digests: bool) -
         return None
 
 
+def _draft(weights: RankWeights, tensors: Mapping[str, Tensor] | None) -> Eagle3Draft | None:
+    """Returns the head with the published ``tensors`` of it, if there are any."""
+    assert tensors is None or weights.head is not None
+    return None if tensors is None or weights.head is None else weights.head.with_weights(tensors)
+
+
 def _has_room(weights: RankWeights, version: WeightVersion) -> bool:
     decoder = weights.decoder
-    size_bytes = sum(parameter.numel for parameter in published_parameters(decoder.shapes)) * decoder.dtype.itemsize
+    published = [*published_parameters(decoder.shapes), *(() if weights.head is None else published_head(weights.head.head.shapes))]
+    size_bytes: int = sum(parameter.numel for parameter in published) * decoder.dtype.itemsize
     # The set that is packed, and, the first time, the private memory that it is read to; plain matrices too where they are digested before they are packed.
     needed, free = 2 * size_bytes, available_bytes(0)
     if needed > free:

@@ -12,8 +12,8 @@ from tandem.engine.core.scheduler import PauseMode, Scheduler
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.rank_weights import StagedWeights
-from tandem.engine.spec_decode.draft_model import DraftModel
-from tandem.engine.spec_decode.proposers import new_draft
+from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
+from tandem.engine.spec_decode.proposers import new_draft, put_draft
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.changed_weights import load_changes
 from tandem.model.decoder import Decoder
@@ -24,13 +24,13 @@ from tandem.types import WeightVersion
 
 def replace_weights(
     components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors | Decoder, version: WeightVersion,
-    draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool, changes: Mapping[str, Tensor | None] | None = None,
+    draft_tensors: Iterable[tuple[str, Tensor]] | Eagle3Draft | None, with_digests: bool, changes: Mapping[str, Tensor | None] | None = None,
 ) -> dict[str, str]:
     """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none. ``changes``: where
     ``tensors`` differ from what the decoder holds, as ``load_changes``; ``None``: not known. A ``Decoder``: a twin that holds them packed, and holds the
-    others afterwards."""
+    others afterwards. An ``Eagle3Draft``: the head itself."""
     scheduler, runner = components.scheduler, components.runner
-    draft = None if draft_tensors is None else new_draft(runner.proposer, draft_tensors)
+    draft = draft_tensors if draft_tensors is None or isinstance(draft_tensors, Eagle3Draft) else new_draft(runner.proposer, draft_tensors)
     is_kept = scheduler.pause is PauseMode.KEEP
     decoding = list(scheduler.running.by_row.values()) if is_kept else []
     if is_kept:
@@ -43,8 +43,8 @@ def replace_weights(
         if is_kept:
             _keep(scheduler, runner.batch, decoding)
     scheduler.kv_cache.weight_version = WeightVersion(*version)
-    if draft is not None and isinstance(runner.proposer, DraftModel):
-        runner.proposer.decoder = draft
+    if draft is not None:
+        put_draft(runner.proposer, draft)
     # Hashes of the old version cannot match. Without them the cached blocks are free, and free blocks are allocated first.
     scheduler.kv_cache.reset_prefix_cache()
     return digests

@@ -1,10 +1,12 @@
 """Reads a rank's slices of published weights from shared memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
+from tandem.layout.eagle3 import PUBLISHED
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
 from tandem.model.adopted import SharedTensors, adopt, adoptable_layout
@@ -26,20 +28,34 @@ class StagedWeights(NamedTuple):
     updated: Updated
 
 
-class RankWeights:
-    """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``, or are where they were published
-    (``share``). ``shared``: those that ``apply`` has let the decoder compute with where they are (``None``: it holds a copy)."""
+def split_draft(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """Returns published ``tensors`` as those of the model and those of the draft head that is trained beside it, by their names in its folder (``None``: there
+    is none)."""
+    model, head = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in tensors:
+        if name.startswith(PUBLISHED):
+            head[name.removeprefix(PUBLISHED)] = tensor
+        else:
+            model[name] = tensor
+    return model, head or None
 
-    def __init__(self, decoder: Decoder, source: WeightSource) -> None:
+
+class RankWeights:
+    """Reads the weights of one rank, and with ``head`` those of this draft head, if they are published. They are staged in private memory until ``apply``
+    loads them into ``decoder``, or are where they were published (``share``). ``shared``: those that ``apply``
+    has let the decoder compute with where they are (``None``: it holds a copy)."""
+
+    def __init__(self, decoder: Decoder, source: WeightSource, head: Eagle3Draft | None = None) -> None:
         # The digests need xxhash, which an engine that loads folders does without.
         from tandem.weight_transfer.update import WeightReader
         from tandem.weight_transfer.wanted import wanted_by
 
-        self.decoder, self.source = decoder, source
+        self.decoder, self.source, self.head = decoder, source, head
         self._store = open_store(source.store)
         threads = max(1, source.threads // decoder.shard_spec.size)
         finds_elements = changes_elements(decoder)
-        self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec), finds_elements=finds_elements)
+        wanted = wanted_by(decoder.shapes, decoder.shard_spec, None if head is None else head.head.shapes)
+        self._reader = WeightReader(self._store, threads, wanted, finds_elements=finds_elements)
         self._staged: Weights | None = None
         self._taken: SharedWeights | None = None
         self.shared: SharedWeights | None = None

@@ -1,16 +1,18 @@
 """The head of EAGLE-3 as a draft head of the engine."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.layout.eagle3 import EMBEDDING
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
-from tandem.model.eagle3_folder import load_eagle3
+from tandem.model.eagle3_folder import fill_eagle3, load_eagle3
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError
 
@@ -25,6 +27,17 @@ class Eagle3Draft:
         self.shapes: ModelShapes = head.shapes.layer
         self.state_layers = head.shapes.aux_layers
         self._vocab_size, self._is_whole = vocab_size, len(head.target_ids) == vocab_size
+
+    def with_weights(self, tensors: Mapping[str, Tensor]) -> "Eagle3Draft":
+        """Returns the head with the weights ``tensors``, by their names in its folder, of which an embedding of its own is none. Raises ``UserError`` as
+        ``fill_eagle3``."""
+        old = self.head
+        new = Eagle3Head(old.shapes, old.kernels, dtype=old.dtype, device=old.target_ids.device, embedding=old.embedding)
+        new.use_context(old.positions)
+        new.target_ids, new.kv_cache_dtype = old.target_ids, old.kv_cache_dtype
+        fill_eagle3(new, {**tensors, **({EMBEDDING: old.embed_tokens} if old.shapes.own_embedding else {})})
+        new.pack()
+        return Eagle3Draft(new, self._vocab_size)
 
     def use_context(self, tokens: int) -> None:
         """As ``Eagle3Head.use_context``."""

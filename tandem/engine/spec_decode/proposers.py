@@ -8,6 +8,7 @@ from tandem.config.engine import HEAD_METHODS, SpeculativeConfig
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
+from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
 from tandem.engine.spec_decode.ngram_proposer import NgramProposer
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.engine.spec_decode.state_proposer import DraftHead, StateProposer
@@ -57,13 +58,28 @@ def make_proposer(
     return DraftModel(draft, settings.num_blocks, batch)
 
 
-def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
-    """Returns a new packed draft model with the weights ``tensors``. Raises ``UserError`` if the engine has none or they do not fit it."""
+def eagle3_of(proposer: Proposer | None) -> Eagle3Draft | None:
+    """Returns the EAGLE-3 head of ``proposer``, if that is what it drafts with."""
+    return proposer.head if isinstance(proposer, StateProposer) and isinstance(proposer.head, Eagle3Draft) else None
+
+
+def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder | Eagle3Draft:
+    """Returns a new packed draft model, or EAGLE-3 head, with the weights ``tensors``. Raises ``UserError`` if the engine has none or they do not fit it."""
+    if (head := eagle3_of(proposer)) is not None:
+        return head.with_weights(dict(tensors))
     if not isinstance(proposer, DraftModel):
-        raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft'")
+        raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft' or 'eagle3'")
     old = proposer.decoder
     new = Decoder(old.shapes, old.kernels, dtype=old.embed_tokens.dtype, device=old.embed_tokens.device)
     new.quantization = old.quantization
     new.use_context(old.positions)
     load_tensors(new, tensors, pack=True)
     return new
+
+
+def put_draft(proposer: Proposer | None, draft: Decoder | Eagle3Draft) -> None:
+    """Lets ``proposer`` draft with ``draft``, which ``new_draft`` made for it."""
+    if isinstance(proposer, DraftModel) and isinstance(draft, Decoder):
+        proposer.decoder = draft
+    elif isinstance(proposer, StateProposer) and isinstance(draft, Eagle3Draft):
+        proposer.head = draft

@@ -34,7 +34,7 @@ from tandem.jobs.checks.check_value_model import check_reference, check_value_mo
 from tandem.jobs.pod_plan import kept_by_joined, plan_of
 from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
-from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import hub_model
@@ -44,7 +44,7 @@ from tandem.model.quantization.formats import decoded_blocks
 from tandem.pod.leadership import check_coordination
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
-from tandem.pod.rl_models import rl_models
+from tandem.pod.rl_models import published_bytes, rl_models
 from tandem.pod.start import check_joining
 from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
@@ -54,7 +54,6 @@ from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
 from tandem.weight_transfer import elementwise
-from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
 from tandem.weight_transfer.stored.stored_file import parse_name
 
@@ -151,12 +150,13 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     # One worker shows whether the functions load.
     with RewardPool(replace(recipe.rewards, workers=1)) as rewards:
         check_columns(first.columns, rewards.columns)
-    critic = rl_models(recipe, shapes).critic
+    models = rl_models(recipe, shapes)
+    critic = models.critic
     trained = [shapes] if critic is None else [shapes, critic]
     tokens, _ = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = sum(offloaded_bytes(each, recipe.trainer, tokens, recipe.parallel) for each in trained)
     offloaded += planned.chosen.disk
-    disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, critic=critic, follows=recipe.reference.follows)
+    disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, critic=critic, follows=recipe.reference.follows, draft=models.draft)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(
@@ -207,7 +207,7 @@ def weight_buffers_bytes(recipe: Recipe) -> int:
 
 def _weight_buffers(recipe: Recipe, shapes: ModelShapes) -> int:
     """Two for each pod: one is read while the other is written."""
-    return 2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype)
+    return 2 * recipe.pods.count * published_bytes(recipe, shapes)
 
 
 def _check_own_storage(url: str) -> None:

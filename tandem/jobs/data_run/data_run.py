@@ -171,7 +171,7 @@ class DataRun(Run):
     def loss(self, counts: GlobalCounts) -> Loss:
         """Returns the loss of a global batch of ``counts``."""
         if not self.recipe.learns_from_pairs:
-            return make_draft_loss(counts) if self.recipe.trains_draft else make_cross_entropy_loss(counts, "train")
+            return make_draft_loss(counts, "train/loss") if self.recipe.trains_draft else make_cross_entropy_loss(counts, "train")
         algorithm = self.recipe.algorithm
         if self.recipe.trains_values:
             return make_reward_model_loss(algorithm.center_coef, counts.sequences // 2, "train/loss")

@@ -24,6 +24,7 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.rl_models import published_bytes
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.model_scores import with_model_scores
@@ -42,7 +43,6 @@ from tandem.runtime.records.tensor_digests import Stage, TensorDigests
 from tandem.storage.digests import bytes_digest
 from tandem.types import Round, RunError, Sample, Score, UserError
 from tandem.types.round import joined
-from tandem.weight_transfer.manifest import segment_bytes
 
 
 def replay_rl_step(
@@ -156,7 +156,7 @@ def _scratch_pod(
         stack.callback(trainer.close)
         stack.callback(rollout.close)
         yield Pod(
-            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
+            TrainerSidecar(trainer), RolloutSidecar(rollout), start, published_bytes(recipe, shapes), journal,
             partial(recorded_batch, recipe, recorded), Records(journal, None, callback), 0, planned.residency, planned.prefetch,
         )  # fmt: skip
 

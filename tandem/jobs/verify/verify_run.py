@@ -10,7 +10,7 @@ from tandem.config.recipe import Recipe
 from tandem.data.shard_files import ShardFiles
 from tandem.jobs.data_run.train_data import ROLLOUTS, dataset_paths
 from tandem.jobs.prepare import read_recipe
-from tandem.jobs.run_files import CRITIC_FOLDER, SFT_FOLDER
+from tandem.jobs.run_files import CRITIC_FOLDER, DRAFT_FOLDER, SFT_FOLDER
 from tandem.jobs.verify.finding import Finding
 from tandem.jobs.verify.input_files import KEY as INPUT_FILES
 from tandem.jobs.verify.input_files import verify_input_files
@@ -75,6 +75,7 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, start_stays: b
         (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
         (directory / "model", "whatever is done with this model depends on it", EXPORT_AGAIN.format("the folder")),
         (directory / CRITIC_FOLDER, "whatever is done with this critic depends on it", EXPORT_AGAIN.format("this folder and 'model'")),
+        (directory / DRAFT_FOLDER, "whatever drafts with this head depends on it", EXPORT_AGAIN.format("this folder and 'model'")),
     ):
         if folder.is_dir() and (start is None or folder != start[0]):
             yield Part(f"{name}{folder.relative_to(directory)}", _size(folder.iterdir()), partial(_verify_model, folder, depends, fix))

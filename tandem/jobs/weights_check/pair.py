@@ -143,7 +143,7 @@ class PairCheck:
         self.trainer.save(step, ())
         self.trainer.finish_save()
         parent = self.directory if self.lora is None else self.directory / f"lora-{step}"
-        self.trainer.export(parent / f"model-{step}", parent / "critic")
+        self.trainer.export(parent / f"model-{step}", parent / "critic", parent / "draft")
         return None if self.lora is None else parent / "adapter"
 
     # -- comparing ------------------------------------------------------------------------------------------------------

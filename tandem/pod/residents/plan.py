@@ -12,6 +12,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.draft_bytes import DraftBytes, draft_bytes
 from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
 from tandem.estimate.pod_gpu import GpuParts, predict_gpu
 from tandem.estimate.processes import FORKED_ENGINE, VLLM_ENGINE
@@ -161,13 +162,14 @@ def plan(
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
     reward_model: ModelShapes | None = None, critic: ModelShapes | None = None, reference: bool = False, follows: bool = False,
     teacher: ModelShapes | None = None, pods: int = 1, ranks: int = 0, shares_weights: bool = False, kept: int = 0,
-    experts_in_mxfp4: bool = False,
+    experts_in_mxfp4: bool = False, draft: ModelShapes | None = None, draft_steps: int = 0,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
     the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
     which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout
     workers; ``ranks``: of the trainer there (0: all); ``shares_weights``: engines compute with the weight buffers;
-    ``kept``: bytes of the keeper of checkpoints there; ``experts_in_mxfp4``: engines on CPUs keep the experts in 4 bits.
+    ``kept``: bytes of the keeper of checkpoints there; ``experts_in_mxfp4``: engines on CPUs keep the experts in 4 bits; ``draft``: the shapes of a head that
+    is trained beside the actor for ``draft_steps`` positions, and stays where it is.
     Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
@@ -181,6 +183,7 @@ def plan(
     tokens, attended = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
     models: dict[str, Any] = {"reference": reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
+    of_draft = DraftBytes() if draft is None else draft_bytes(draft, trainer, parallel, tokens, draft_steps)
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
     gpus = max(ranks or parallel.world, rollout.engine_ranks)
 
@@ -194,11 +197,12 @@ def plan(
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
                 experts_in_mxfp4=experts_in_mxfp4,
             )  # fmt: skip
-            return Candidate(residency, replace(host, kept=kept), None, disk)
+            return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world, buffers=2 * pods), kept=kept), None, disk)
         on_gpus = gpu_candidate(
             residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
         )
-        return replace(on_gpus, host=replace(on_gpus.host, kept=kept))
+        gpu = None if on_gpus.gpu is None else _beside(on_gpus.gpu, of_draft)
+        return replace(on_gpus, host=replace(on_gpus.host, kept=kept), gpu=gpu)
 
     device = None
     if on_gpu:
@@ -209,6 +213,14 @@ def plan(
     allowed = candidates(residents, on_gpu=on_gpu, sleeps=sleeps, at_once=at_once, moves_trainer=trainer.backend == "tandem")
     chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
+
+
+def _beside(memory: PodMemory, draft: DraftBytes, ranks: int = 1, buffers: int = 0) -> PodMemory:
+    """Returns ``memory`` with a ``draft`` head on each of ``ranks`` in all phases of the trainer, and in so many weight ``buffers``."""
+    held, inference = ranks * draft.held, memory.inference
+    trainer = memory.trainer + held + ranks * draft.working
+    segments = memory.segments + buffers * draft.published
+    return replace(memory, trainer=trainer, trainer_idle=memory.trainer_idle + held, inference=inference + held if inference else 0, segments=segments)
 
 
 def gpu_candidate(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """The files that, with the weights, make a checkpoint a Hugging Face folder."""
 
 
-class SavedCritic(NamedTuple):
+class SavedBeside(NamedTuple):
     """A replica with its ``guard`` that is saved and loaded with another. ``start``: the folder that it was loaded from."""
 
     replica: Replica
@@ -58,8 +59,8 @@ class ReplicaCheckpoints:
     """Manages ``checkpoints/step-N`` of the replica that ``state`` has the shards of. Every rank calls every method in the same step.
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
-    of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
-    that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
+    of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``beside``: replicas
+    that are saved and loaded with the other, by name (``critic``, ``draft``); ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have each checkpoint of the folder too, and those
     that ``copy`` takes; with ``node``, every node has a disk of its own for its ranks. ``load`` prefers them to the folder, up to step ``recorded``.
@@ -68,7 +69,7 @@ class ReplicaCheckpoints:
     def __init__(
         self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
-        critic: SavedCritic | None = None, reference: FrozenReplica | None = None, memory: Keepers | None = None,
+        beside: Mapping[str, SavedBeside] = MappingProxyType({}), reference: FrozenReplica | None = None, memory: Keepers | None = None,
         local: Path | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.state, self._start, self._guard, self._ranks = folder, state, start, guard, ranks
@@ -81,7 +82,7 @@ class ReplicaCheckpoints:
         """Bytes that ``load`` has read on all ranks, by tier: what it verified, whether it was whole or not."""
         self.last: int | None = None
         self.damaged: list[str] = []
-        self._critic = None if critic is None else (critic, ReplicaState(critic.replica))
+        self._beside = {name: (saved, ReplicaState(saved.replica)) for name, saved in beside.items()}
         self._reference = None if reference is None else FrozenState(reference)
         self._writer = Checkpointer(
             folder, keep, ranks, asdict(state.replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
@@ -113,12 +114,11 @@ class ReplicaCheckpoints:
         contents = Contents(checkpoint.folder, checkpoint.manifest, source=source)
         self.state.load(contents, int(state["updates"]))
         _load_counters(self.state.replica, self._guard, state)
-        if self._critic is not None:
-            (replica, guard, _), shards = self._critic
-            if "critic" not in state:
-                raise UserError(f"checkpoint '{checkpoint.folder}' has no critic; it was written by a run without one")
-            shards.load(Contents(checkpoint.folder, checkpoint.manifest, CRITIC, source), int(state["critic"]["updates"]))
-            _load_counters(replica, guard, state["critic"])
+        for name, ((replica, guard, _), shards) in self._beside.items():
+            if name not in state:
+                raise UserError(f"checkpoint '{checkpoint.folder}' has no {name}; it was written by a run without one")
+            shards.load(Contents(checkpoint.folder, checkpoint.manifest, f"{name}/", source), int(state[name]["updates"]))
+            _load_counters(replica, guard, state[name])
         if self._reference is not None:
             self._reference.load(Contents(checkpoint.folder, checkpoint.manifest, REFERENCE, source))
         own = contents.own(self._ranks.rank, self._ranks.size)
@@ -188,10 +188,9 @@ class ReplicaCheckpoints:
         state: dict[str, Any] = {**self._counters(self.state.replica, self._guard), "cursor": dict(cursor)}
         copies = [tier for tier in self._copies() if only is None or tier.name in only]
         shards = self.state.shards()
-        if self._critic is not None:
-            (replica, guard, _), own = self._critic
-            state["critic"] = self._counters(replica, guard)
-            shards = shards + list(_of(CRITIC, own.shards()))
+        for name, ((replica, guard, _), own) in self._beside.items():
+            state[name] = self._counters(replica, guard)
+            shards = shards + list(_of(f"{name}/", own.shards()))
         if self._reference is not None:
             shards = shards + list(_of(REFERENCE, self._reference.shards()))
         return self._writer.save(step, shards, state, {"random": random_states()}, companions, span, copies, only is None)
@@ -224,9 +223,13 @@ class ReplicaCheckpoints:
 
     def export_critic(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the critic, if there is one, in the way of ``export``."""
-        if self._critic is not None:
-            critic, state = self._critic
+        if "critic" in self._beside:
+            critic, state = self._beside["critic"]
             self._export(folder, dtype, state, critic.start, CRITIC)
+
+    def state_of(self, name: str) -> ReplicaState | None:
+        """Returns the shards of the replica that is saved beside the other as ``name``; ``None`` without one."""
+        return self._beside[name][1] if name in self._beside else None
 
     def _export(self, folder: Path, dtype: torch.dtype, state: TrainedState, start: Path, of: str = "") -> None:
         replica = state.replica

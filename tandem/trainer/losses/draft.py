@@ -15,9 +15,9 @@ AGREED, COUNTED = "draft/agreed", "draft/counted"
 """Prefixes of sums by position: tokens at which the head's most probable token is the target's, and all of them."""
 
 
-def make_draft_loss(counts: GlobalCounts) -> Loss:
-    """Returns a loss: the sum over the positions of a draft, each with its weight, of the mean cross-entropy over the counted tokens of the global batch. A
-    token that the target would not take from the head's vocabulary teaches nothing, and counts as one that the head misses."""
+def make_draft_loss(counts: GlobalCounts, name: str) -> Loss:
+    """Returns a loss, which is the metric ``name`` too: the sum over the positions of a draft, each with its weight, of the mean cross-entropy over the counted
+    tokens of the global batch. A token that the target would not take from the head's vocabulary teaches nothing, and counts as one that the head misses."""
 
     def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
         assert outputs.of_draft is not None
@@ -27,7 +27,7 @@ def make_draft_loss(counts: GlobalCounts) -> Loss:
             total = total + DECAY**position * weighted_sum(step.cross_entropy, weights) / counts.tokens
             sums[f"{AGREED}/{position}"] = step.agrees.double().sum()
             sums[f"{COUNTED}/{position}"] = step.mask.double().sum()
-        return LossShare(total, {"train/loss": total.detach(), **sums}, {})
+        return LossShare(total, {name: total.detach(), **sums}, {})
 
     return loss
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CRITIC, REFERENCE = "critic/", "reference/"
-BESIDE = (CRITIC, REFERENCE)
-"""Prefixes of ``Key.state`` of the models that are saved beside the actor: the critic, and a reference that follows the actor."""
+CRITIC, REFERENCE, DRAFT = "critic/", "reference/", "draft/"
+BESIDE = (CRITIC, REFERENCE, DRAFT)
+"""Prefixes of ``Key.state`` of the models that are saved beside the actor: the critic, a reference that follows the actor, and a draft head."""
 
 
 class Key(NamedTuple):
