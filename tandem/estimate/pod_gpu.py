@@ -9,10 +9,10 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
+    cached_bytes_per_token,
     held_by_layer,
     held_outside_layers,
     held_parameters,
-    kv_bytes_per_token,
     state_bytes,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
@@ -112,7 +112,7 @@ def _engine_parts(shapes: ModelShapes, trainer: TrainerConfig, engine: EngineArg
 def _cached_bytes_per_token(shapes: ModelShapes, dtype: str, engine: EngineArgs) -> int:
     """Returns the bytes that a token takes in the caches of all ranks, which all hold the compressed row of latent attention."""
     copies = 1 if shapes.latent is None else engine.tensor_parallel_size
-    return copies * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    return copies * cached_bytes_per_token(shapes, dtype, engine.kv_cache_dtype, engine.finds_prefixes)
 
 
 def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> int:

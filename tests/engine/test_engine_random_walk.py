@@ -1,6 +1,7 @@
 """A random walk through all operations of scheduler and allocator, over a cache whose content is checked. No model runs. A slot of the
 simulated cache holds a digest of weights, adapter, salt and all tokens up to its own. Before a token is drawn, every position that it
-attends to must have the right digest, and the token must not depend on anything else."""
+attends to must have the right digest, and the token must not depend on anything else. Of some walks a row of states holds the digest of all tokens that it
+was computed with."""
 
 import hashlib
 import random
@@ -19,6 +20,7 @@ from tandem.engine.core.scheduler import PauseMode, Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.types import WeightVersion
@@ -61,10 +63,15 @@ class Walk:
         )
         costs = PreemptionCosts(1.0, 0.01, 0.1, rng.choice((1.0, 60.0)))
         self.window = rng.choice((0, 0, 7, 16, 33))
+        caching, first, has_states = rng.random() < 0.6 and not reserved, config.max_num_seqs, not self.window and rng.random() < 0.8
+        self.states = StateRows(range(first, first + rng.choice((1, 3, 9)) * caching), rng.choice((1, 4))) if has_states else None
         self.kv_cache = KVCacheManager(
-            blocks, enable_prefix_caching=rng.random() < 0.6 and not reserved, window=self.window,
-            reservation=blocks_for(LONGEST) if reserved else 0, num_host_blocks=rng.choice((0, 3, 20)),
+            blocks, enable_prefix_caching=caching, window=self.window, reservation=blocks_for(LONGEST) if reserved else 0,
+            num_host_blocks=rng.choice((0, 3, 20)), states=self.states,
         )
+        self.rows: dict[int, int] = {}
+        self.host_rows: dict[int, int] = {}
+        self.served = 0
         policy = PreemptionPolicy(rng.choice(("auto", "swap", "recompute")), lambda: costs)
         self.scheduler = Scheduler(config, self.kv_cache, self.read_back, policy)
         self.guesses = rng.choice((0, 0, 3))
@@ -127,6 +134,7 @@ class Walk:
             staged = [(target, list(sources[source])) for source, target in copies]
             for target, content in staged:
                 targets[target] = content
+        self.copy_states(output)
         for row, column, block in output.block_changes:
             table = self.tables[row]
             table += [NULL_BLOCK] * (column + 1 - len(table))
@@ -136,7 +144,7 @@ class Walk:
 
     def compute(self, output: SchedulerOutput) -> None:
         """Performs all writes, then all reads, then draws."""
-        scheduler, fed, read = self.scheduler, {}, []
+        scheduler, fed, read, written = self.scheduler, {}, [], dict[int, int]()
         for row, most in zip(output.decode_rows, output.num_draft_tokens or (0,) * len(output.decode_rows), strict=True):
             sequence = scheduler.running.by_row[row]
             known = self.known(sequence)
@@ -145,13 +153,20 @@ class Walk:
             guess = right[:accepted] + [9] * (most - accepted)
             fed[row] = (most, accepted)
             self.write(self.tables[row], sequence, known + guess, len(known) - 1)
+            self.advance(row, sequence, known + right[:accepted], len(known) - 1)
             read.append((self.tables[row], sequence, known, len(known) - 1))
         for chunk in output.prefills:
             sequence = self.sequence_of(chunk)
             known = self.known(sequence)[: chunk.start + len(chunk.tokens)]
             assert known[chunk.start :] == list(chunk.tokens)
             self.write(list(chunk.blocks), sequence, known, chunk.start)
+            self.advance(chunk.state_row, sequence, known, chunk.start)
+            kept = {row: self.digests(sequence, known)[chunk.start + place] for place, row in chunk.kept_states}
+            assert len(kept) == len(chunk.kept_states) and not kept.keys() & written.keys(), "a row of states is written twice"
+            written |= kept
+            written |= {row: self.rows[chunk.state_row] for row in chunk.rows[1:]}
             read.append((list(chunk.blocks), sequence, known, chunk.start))
+        self.rows |= written
         for table, sequence, known, first in read:
             self.look(table, sequence, known, first)
         for row, (most, accepted) in fed.items():
@@ -217,6 +232,20 @@ class Walk:
         for position in range(max(0, first - window + 1) if window else 0, len(tokens)):
             assert self.device[table[position // 16]][position % 16] == digests[position], "a position holds something else"
 
+    def copy_states(self, output: SchedulerOutput) -> None:
+        swap_outs, swap_ins, saves, loads = output.state_copies
+        for sources, targets, copies in ((self.rows, self.host_rows, swap_outs), (self.host_rows, self.rows, swap_ins), (self.rows, self.rows, saves),
+                                         (self.rows, self.rows, loads)):  # fmt: skip
+            assert len({target for _, target in copies}) == len(copies), "a row of states is written twice"
+            targets |= {target: sources[source] for source, target in copies}
+        self.served += len(loads)
+
+    def advance(self, row: int, sequence: Sequence, tokens: list[int], first: int) -> None:
+        """Computes the state in ``row`` after ``tokens`` from that after the ``first`` of them."""
+        digests = self.digests(sequence, tokens)
+        assert not first or self.states is None or self.rows[row] == digests[first - 1], "a state is that of other tokens"
+        self.rows[row] = digests[-1]
+
     def check(self, output: SchedulerOutput) -> None:
         limits = self.scheduler.config
         total = len(output.decode_rows) + sum(output.num_draft_tokens) + sum(len(chunk.tokens) for chunk in output.prefills)
@@ -230,7 +259,7 @@ class Walk:
 def walk(seed: int, operations: int) -> None:
     rng = random.Random(seed)
     transitions = dict.fromkeys(Transition, 0)
-    done = completed = 0
+    done = completed = served = 0
     while done < operations:
         bench = Walk(rng)
         actions = {bench.add: 12, bench.abort: 2, bench.update: rng.choice((0, 0, 1)), bench.pause: rng.choice((0, 1)), bench.step: 85}
@@ -250,11 +279,12 @@ def walk(seed: int, operations: int) -> None:
         assert bench.kv_cache.num_free_blocks == bench.kv_cache.block_pool.num_blocks
         assert bench.kv_cache.host_pool.num_free_blocks == bench.kv_cache.host_pool.num_blocks
         completed += bench.completed
+        served += bench.served
         for transition, count in bench.scheduler.counts.items():
             transitions[transition] += count
     # The walk makes no budget stops, which are the engine's; every other transition must have occurred.
     assert all(count for transition, count in transitions.items() if transition is not Transition.BUDGET_STOP), transitions
-    assert completed > operations / 100
+    assert completed > operations / 100 and served > operations / 4000
 
 
 def drawn_edges() -> set[tuple[str, State, State]]:

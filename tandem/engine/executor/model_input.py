@@ -77,6 +77,7 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
     contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
     paged, state_rows = batch.paged, torch.tensor([chunk.state_row for chunk in chunks])
     width = max(paged.block_tables.shape[1], max(len(chunk.blocks) for chunk in chunks))
+    kept = [(first + place, row) for first, chunk in zip([count, *ends], chunks, strict=False) for place, row in chunk.kept_states]
     tables = padded_tables([chunk.blocks for chunk in chunks], width)
     own_tables = torch.nn.functional.pad(paged.block_tables, (0, width - paged.block_tables.shape[1]))
 
@@ -92,6 +93,7 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
             joined(own_tables, tables),
             joined(paged.slots, torch.tensor(slots)),
             None if paged.state_rows is None else joined(paged.state_rows, state_rows),
+            to_device(torch.tensor(kept).t().contiguous(), batch.tokens.device) if kept else None,
         ),
         torch.tensor(logit_rows, dtype=torch.int64),
     )
@@ -106,7 +108,8 @@ def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
     """Returns ``batch`` with every tensor that the model reads on ``device``."""
     paged = batch.paged
     query_start, context_lens, tables, slots = (to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots))
-    moved = PagedBatch(query_start, context_lens, tables, slots, None if paged.state_rows is None else to_device(paged.state_rows, device))
+    states = (None if each is None else to_device(each, device) for each in (paged.state_rows, paged.kept_states))
+    moved = PagedBatch(query_start, context_lens, tables, slots, *states)
     return batch._replace(tokens=to_device(batch.tokens, device), positions=to_device(batch.positions, device), paged=moved)
 
 

@@ -79,7 +79,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> InFlightStep:
         """Launches one step. The rows that join with it must be in the batch already."""
-        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies)
+        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies, *output.state_copies)
         apply_moves(self._all_caches, self.host, moves)
         self.batch.update(output.block_changes, output.joined_rows + output.resumed_rows)
         if not (output.decode_rows or output.prefills):
@@ -98,7 +98,7 @@ class ModelRunner:
         aux = AuxHiddenStates(layers) if layers else None
         needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
-        copy_states(self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
+        copy_states(self.caches, self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
@@ -364,9 +364,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self, num_blocks: int) -> float:
-        """Returns the seconds to copy ``num_blocks`` blocks to host memory. The cache is only read."""
-        host = host_pool(self._all_caches, num_blocks)
-        moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)])
+        """Returns the seconds to copy ``num_blocks`` blocks, and the states of a sequence, to host memory. The cache is only read."""
+        host = host_pool(self._all_caches, num_blocks, 1)
+        moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)], state_swap_outs=[BlockCopy(0, 0)])
         seconds = math.inf
         # The first copy also pays for page faults in the new memory, so the fastest counts.
         for _ in range(3):

@@ -1,0 +1,103 @@
+"""The prefix cache of a model with linear attention: prompts go on from snapshots of its states, with the bits of prompts that are computed from their first
+token."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.core.lifecycle import Transition
+from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.kv_cache.block_pool import BlockCopy
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateRows
+from tandem.engine.llm import LLM
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.settings import resolve
+from tandem.config.engine import EngineArgs
+from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
+from tandem.estimate.pod_gpu import cache_tokens_within
+from tandem.model.huggingface.model_folder import read_shapes, read_tensors
+from tandem.types import UserError, WeightVersion
+
+SYSTEM = "the quick brown fox jumps over the lazy dog and sleeps"
+"""54 tokens, three full blocks."""
+PARAMS = SamplingParams(max_tokens=20, seed=3, temperature=0.9, ignore_eos=True)
+
+
+def answer(llm: LLM, prompt: str | list[int], params: SamplingParams = PARAMS) -> RequestOutput:
+    (output,) = llm.generate([prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}], params, request_keys=[0])
+    llm.engine.check_integrity()
+    return output
+
+
+def check_bits(llm: LLM, cold: LLM, prompt: str | list[int], num_cached: int) -> RequestOutput:
+    output, expected = answer(llm, prompt), answer(cold, prompt)
+    assert output.num_cached_tokens == num_cached and expected.num_cached_tokens == 0
+    assert output.outputs == expected.outputs
+    return output
+
+
+def test_a_prompt_goes_on_from_the_longest_cached_prefix_that_has_a_state(make_llm: Callable[..., LLM]) -> None:
+    llm, cold = make_llm("qwen3_next"), make_llm("qwen3_next", enable_prefix_caching=False)
+    first = check_bits(llm, cold, f"{SYSTEM} 1 and 2", 0)
+    check_bits(llm, cold, f"{SYSTEM} 1 and 2", 48)
+    # Three blocks are cached, and 48 tokens is where the first prompt has its last full block.
+    check_bits(llm, cold, f"{SYSTEM} of course", 48)
+    # Here prompts part in the second block, where no state is; the first of them that computes it keeps one there.
+    check_bits(llm, cold, f"{SYSTEM[:20]} 5 6 7 8 9 5 6 7 8 9 5 6 7", 0)
+    check_bits(llm, cold, f"{SYSTEM[:20]} a b c d e f g", 16)
+    # A dialogue goes on after the last full block of the answer: of 62 + 19 tokens with keys and values.
+    check_bits(llm, cold, [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6], 80)
+
+
+def test_samples_of_a_prompt_compute_it_once(make_llm: Callable[..., LLM]) -> None:
+    llm, params = make_llm("qwen3_next"), SamplingParams(n=6, max_tokens=8, seed=3, temperature=0.9, ignore_eos=True)
+    engine = llm.engine
+    assert engine.tokenizer is not None
+    tokens = engine.tokenizer.encode(SYSTEM)
+    engine.add_request(SYSTEM, tokens, params, key=0)
+    computed = 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        computed += engine.stats().step_tokens
+    assert computed == len(tokens) + 6 * 7
+
+
+@pytest.mark.full
+def test_an_update_of_the_weights_drops_all_snapshots(make_llm: Callable[..., LLM], make_folder: Callable[..., Path]) -> None:
+    llm, cold = make_llm("qwen3_next"), make_llm("qwen3_next", 1, enable_prefix_caching=False)
+    answer(llm, SYSTEM)
+    llm.update_weights(dict(read_tensors(make_folder("qwen3_next", 1))), WeightVersion(0, 1))
+    cold.update_weights(dict(read_tensors(make_folder("qwen3_next", 1))), WeightVersion(0, 1))
+    check_bits(llm, cold, SYSTEM, 0)
+    check_bits(llm, cold, SYSTEM, 48)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [
+    {"kv_cache_tokens": 160, "preemption_mode": "swap", "swap_space": 2**-13, "max_num_seqs": 5},
+    {"kv_cache_tokens": 160, "max_num_batched_tokens": 19, "async_scheduling": True},
+])  # fmt: skip
+def test_random_dialogues_in_little_memory_have_the_bits_of_cold_ones(make_llm: Callable[..., LLM], settings: dict[str, object]) -> None:
+    rng = random.Random(7)
+    beginnings = [SYSTEM, SYSTEM[:37] + "0 1 2 3 4 5 6 7 8", "x" * 40]
+    prompts = [rng.choice(beginnings)[: rng.randint(14, 54)] + "".join(rng.choices("abc 12", k=rng.randint(1, 20))) for _ in range(24)]
+    params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=0.9, ignore_eos=True)
+    cold = [each.outputs for each in make_llm("qwen3_next", enable_prefix_caching=False).generate(prompts, params, request_keys=list(range(24)))]
+    llm = make_llm("qwen3_next", **settings)
+    engine, cached = llm.engine, 0
+    assert engine.tokenizer is not None
+    for _ in range(2):
+        for key, prompt in enumerate(prompts):
+            engine.add_request(str(key), engine.tokenizer.encode(prompt), params, key=key)
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                assert output.outputs == cold[int(output.request_id)]
+                cached += output.num_cached_tokens
+            engine.check_integrity()
+    assert cached > 0
+    assert engine.stats().num_preemptions > 0 and (engine.transitions()[Transition.SWAP_IN] > 0) == ("swap_space" in settings)
