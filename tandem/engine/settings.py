@@ -9,7 +9,7 @@ from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.spec_decode.draft_size import DraftSize
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes, state_snapshots
-from tandem.estimate.pod_gpu import cache_tokens_within
+from tandem.estimate.pod_gpu import cache_tokens_within, draft_states
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
@@ -25,7 +25,8 @@ class EngineSettings:
     """The options of ``EngineArgs`` that scheduling and execution depend on, by the same names; sizes in blocks of ``BLOCK_TOKENS`` tokens.
 
     ``num_blocks``: blocks of the KV cache. ``swap_blocks``: blocks of host memory for swapped-out sequences. ``state_snapshots``: snapshots of the states of
-    linear attention in the prefix cache; ``swap_states``: such states in host memory. ``max_loras``: adapters held at
+    linear attention in the prefix cache; ``swap_states``: such states in host memory; ``draft_states``: those after the draft
+    tokens of one step. ``max_loras``: adapters held at
     once, 0 without LoRA. ``admission``: which sequences join a running batch: ``static``, ``dynamic``, ``continuous`` (whole prompts) or
     ``chunked``.
     """
@@ -46,6 +47,7 @@ class EngineSettings:
     swap_blocks: int = 0
     state_snapshots: int = 0
     swap_states: int = 0
+    draft_states: int = 0
     watermark: float = 0.01
     deterministic: bool = True
     async_scheduling: bool | None = None
@@ -70,10 +72,8 @@ def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name
 
 def check_states(args: EngineArgs, shapes: ModelShapes) -> None:
     """Raises ``UserError`` for an option that layers with linear attention do not have."""
-    asked = {"speculative_config": args.speculative_config is not None, "enable_lora": args.enable_lora}
-    for name, is_on in asked.items():
-        if is_on and shapes.linear_attention is not None:
-            raise UserError(f"engine {name} is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")
+    if args.enable_lora and shapes.linear_attention is not None:
+        raise UserError(f"engine enable_lora is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")
 
 
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: DraftSize = NO_DRAFT) -> EngineSettings:
@@ -104,6 +104,7 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: Dr
         swap_blocks=swap_blocks,
         state_snapshots=snapshots,
         swap_states=swap_states,
+        draft_states=draft_states(shapes, args),
         watermark=args.watermark,
         deterministic=args.deterministic,
         async_scheduling=args.async_scheduling,
@@ -122,8 +123,8 @@ def _swap_space(args: EngineArgs, shapes: ModelShapes, block_bytes: int) -> tupl
         return size // block_bytes, 0
     if size < of_sequence + block_bytes:
         raise UserError(
-            f"engine swap_space is {args.swap_space} GiB, and a {shapes.architecture} model's states of one sequence take {of_sequence / 2**30:.4f} GiB, beside "
-            "its keys and values; raise it, or leave it out"
+            f"engine swap_space is {args.swap_space} GiB, and a {shapes.architecture} model's states of one sequence take {of_sequence / 2**30:.4f} GiB, "
+            "beside its keys and values; raise it, or leave it out"
         )
     states = max(1, size // 2 // of_sequence)
     return (size - states * of_sequence) // block_bytes, states
@@ -156,7 +157,7 @@ def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int,
     host memory."""
     total = total_bytes()
     needs = {
-        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)),
+        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)) + draft_states(shapes, args) * state_bytes(shapes),
         "kv_cache_tokens": cache_bytes,
         "swap_space": int(args.swap_space * 2**30),
         "max_loras": lora_bytes(shapes, args) if args.enable_lora else 0,

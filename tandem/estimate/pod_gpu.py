@@ -147,4 +147,15 @@ def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, e
 def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
     """Returns the bytes of the activations of a step with all its tokens, of the logits, and of the states of linear attention, on all ranks together."""
     of_sequence = LOGITS_COPIES * 4 * shapes.vocab_size + state_bytes(shapes)
-    return engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes) + engine.max_num_seqs * of_sequence
+    tokens = engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes)
+    return tokens + engine.max_num_seqs * of_sequence + draft_states(shapes, engine) * state_bytes(shapes)
+
+
+def draft_states(shapes: ModelShapes, engine: EngineArgs) -> int:
+    """Returns how many states of linear attention an engine keeps for one step, one after each draft token, so that sequences go on after the last accepted
+    one: at most as many as sequences run."""
+    speculative = engine.speculative_config
+    if shapes.linear_attention is None or speculative is None:
+        return 0
+    wanted = speculative.batch_limit(engine.device.partition(":")[0], engine.max_num_seqs) * speculative.draft_tokens
+    return min(wanted, max(engine.max_num_seqs, speculative.draft_tokens))

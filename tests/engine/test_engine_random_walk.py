@@ -51,7 +51,8 @@ class Walk:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        blocks = rng.choice((6, 7, 12, 40))
+        has_states = rng.random() < 0.4
+        blocks = rng.choice((7, 12, 40) if has_states else (6, 7, 12, 40))
         batching = rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static"))
         reserved = rng.random() < 0.15
         config = SchedulerConfig(
@@ -62,8 +63,8 @@ class Walk:
             speculative_batch_limit=rng.choice((2, 99)),
         )
         costs = PreemptionCosts(1.0, 0.01, 0.1, rng.choice((1.0, 60.0)))
-        self.window = rng.choice((0, 0, 7, 16, 33))
-        caching, first, has_states = rng.random() < 0.6 and not reserved, config.max_num_seqs, not self.window and rng.random() < 0.8
+        self.window = 0 if has_states else rng.choice((0, 0, 7, 16, 33))
+        caching, first = rng.random() < (0.9 if has_states else 0.6) and not reserved, config.max_num_seqs
         self.states = StateRows(range(first, first + rng.choice((1, 3, 9)) * caching), rng.choice((1, 4))) if has_states else None
         self.kv_cache = KVCacheManager(
             blocks, enable_prefix_caching=caching, window=self.window, reservation=blocks_for(LONGEST) if reserved else 0,
@@ -81,6 +82,7 @@ class Walk:
         self.drawn: dict[Sequence, list[int]] = {}
         self.ends: dict[Sequence, int] = {}
         self.requests: dict[str, list[Sequence]] = {}
+        self.last: Sequence | None = None
         self.arrivals = 0
         self.completed = 0
 
@@ -91,10 +93,15 @@ class Walk:
         n = rng.choice((1, 1, 1, 2, 3))
         n = min(n, self.scheduler.config.max_num_seqs)
         prompt = [int(rng.random() < 0.1) for _ in range(rng.randrange(1, 60))]
+        salt, adapter = rng.choice(("", "", "s")), rng.choice(("", "", "a"))
+        if self.last is not None and rng.random() < 0.4:
+            # A dialogue goes on, or begins in the same way.
+            prompt = (self.last.known_tokens + prompt)[: rng.randrange(1, 80)]
+            salt, adapter = self.last.request.cache_salt, self.last.request.adapter
         top = min(LONGEST, len(prompt) + rng.randrange(1, 50))
         request = Request(
             str(self.arrivals), None, prompt, SamplingParams(n=n), 0, 0, self.arrivals, priority=rng.choice((0, 0, 0, 1, 2)),
-            cache_salt=rng.choice(("", "", "s")), adapter=rng.choice(("", "", "a")), max_length=top, draft_tokens=self.guesses,
+            cache_salt=salt, adapter=adapter, max_length=top, draft_tokens=self.guesses,
         )
         self.arrivals += 1
         sequences: list[Sequence] = [Watched(request, i, rng.randrange(1 << 30), draft=DraftLength(3, 0.0) if self.guesses else None) for i in range(n)]
@@ -164,7 +171,7 @@ class Walk:
             kept = {row: self.digests(sequence, known)[chunk.start + place] for place, row in chunk.kept_states}
             assert len(kept) == len(chunk.kept_states) and not kept.keys() & written.keys(), "a row of states is written twice"
             written |= kept
-            written |= {row: self.rows[chunk.state_row] for row in chunk.rows[1:]}
+            written |= dict.fromkeys(chunk.rows[1:], self.rows[chunk.state_row])
             read.append((list(chunk.blocks), sequence, known, chunk.start))
         self.rows |= written
         for table, sequence, known, first in read:
@@ -205,6 +212,7 @@ class Walk:
         prompt = len(sequence.request.prompt_token_ids)
         assert sequence.token_ids == [token_at(sequence, i) for i in range(prompt, self.ends[sequence])]
         self.completed += 1
+        self.last = sequence
         group = self.requests.get(sequence.request.id, [])
         if all(other.is_done for other in group):
             self.requests.pop(sequence.request.id, None)
@@ -284,7 +292,7 @@ def walk(seed: int, operations: int) -> None:
             transitions[transition] += count
     # The walk makes no budget stops, which are the engine's; every other transition must have occurred.
     assert all(count for transition, count in transitions.items() if transition is not Transition.BUDGET_STOP), transitions
-    assert completed > operations / 100 and served > operations / 4000
+    assert completed > operations / 100 and served > operations / 400
 
 
 def drawn_edges() -> set[tuple[str, State, State]]:

@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.config.engine import EngineArgs
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.core.request import Prefill, Request, Sequence
-from tandem.engine.kv_cache.block_pool import BlockCopy
-from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import resolve
-from tandem.config.engine import EngineArgs
 from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
-from tandem.estimate.pod_gpu import cache_tokens_within
 from tandem.model.huggingface.model_folder import read_shapes, read_tensors
-from tandem.types import UserError, WeightVersion
+from tandem.types import WeightVersion
 
 SYSTEM = "the quick brown fox jumps over the lazy dog and sleeps"
 """54 tokens, three full blocks."""
@@ -52,6 +49,35 @@ def test_a_prompt_goes_on_from_the_longest_cached_prefix_that_has_a_state(make_l
     check_bits(llm, cold, f"{SYSTEM[:20]} a b c d e f g", 16)
     # A dialogue goes on after the last full block of the answer: of 62 + 19 tokens with keys and values.
     check_bits(llm, cold, [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6], 80)
+
+
+def test_a_row_that_a_step_writes_has_no_other_writer_in_that_step() -> None:
+    def prefill(tokens: int) -> Prefill:
+        request = Request("r", None, [0] * tokens, PARAMS, 0, 0, 0)
+        return Prefill([Sequence(request, 0, 0)], request.prompt_token_ids, block_hashes=[bytes([tokens, i]) for i in range(tokens // 16)])
+
+    states, one, other = StateRows(range(4, 5), 0), prefill(40), prefill(41)
+    assert states.keep(one, 0, 16) == () and states.keep(one, 16, 40) == ((15, 4),)
+    assert states.num_served(one.block_hashes) == 0 and states.keep(other, 0, 41) == ()
+    states.drop(one.block_hashes[1])
+    assert states.keep(other, 0, 41) == ()
+    states.begin_step()
+    assert states.keep(other, 0, 41) == ((31, 4),)
+    states.begin_step()
+    assert (states.num_served(one.block_hashes), states.num_served(other.block_hashes)) == (0, 2)
+
+
+def test_snapshots_take_as_much_memory_as_keys_and_values(make_folder: Callable[..., Path]) -> None:
+    shapes = read_shapes(make_folder("qwen3_next"))
+    block, state = 16 * kv_bytes_per_token(shapes, "float32"), state_bytes(shapes)
+    for args, num_blocks, snapshots in (
+        (EngineArgs(kv_cache_tokens=640), 40, min(40, 40 * block // state)), (EngineArgs(kv_cache_tokens=640, enable_prefix_caching=False), 40, 0),
+        (EngineArgs(kv_cache_tokens=640, cache_implementation="static"), 40, 0),
+    ):
+        settings = resolve(args, shapes, torch.float32)
+        assert (settings.num_blocks, settings.state_snapshots) == (num_blocks, snapshots)
+    settings = resolve(EngineArgs(swap_space=2**-12), shapes, torch.float32)
+    assert settings.swap_states == 2**17 // state and settings.swap_blocks == (2**18 - settings.swap_states * state) // block
 
 
 def test_samples_of_a_prompt_compute_it_once(make_llm: Callable[..., LLM]) -> None:

@@ -78,7 +78,8 @@ def make_components(
         ranks.run("allocate", sizes, lambda: None)
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks, settings.swap_states)
-    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler)
+    first = settings.max_num_seqs + launches_ahead + settings.state_snapshots
+    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler, range(first, first + settings.draft_states))
     if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager and shapes.linear_attention is None:
         runner.make_graphs()
     meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)
@@ -88,6 +89,7 @@ def make_components(
         batching=settings.admission,
         watermark_blocks=int(settings.watermark * settings.num_blocks),
         speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type, settings.max_num_seqs),
+        max_draft_tokens=settings.draft_states if shapes.linear_attention is not None else None,
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
     prefill_budget = None if settings.max_prefill_slowdown is None else PrefillBudget(settings.max_prefill_slowdown)
@@ -98,7 +100,7 @@ def make_components(
 def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[CacheLayer]:
     """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, and one more row
     of states, for padding rows."""
-    rows = settings.max_num_seqs + launches_ahead + settings.state_snapshots
+    rows = settings.max_num_seqs + launches_ahead + settings.state_snapshots + settings.draft_states
     return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, rows)
 
 

@@ -34,13 +34,14 @@ class SchedulerConfig:
     """``max_num_seqs``: rows, that is the maximum number of sequences that decode at once. ``max_num_batched_tokens``: the token budget of
     one step, at least ``max_num_seqs``, so that every decoding sequence advances in every step. ``batching``: a kind of ``BatchingPolicy``.
     ``watermark_blocks``: blocks that an admission leaves free. ``speculative_batch_limit``: no draft tokens are scheduled while more
-    sequences decode."""
+    sequences decode. ``max_draft_tokens``: of one step (``None``: as its tokens allow)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     batching: str = "chunked"
     watermark_blocks: int = 0
     speculative_batch_limit: int = 0
+    max_draft_tokens: int | None = None
 
 
 class Scheduler:
@@ -197,6 +198,7 @@ class Scheduler:
             return ()
         if self.step_costs is not None and not self.step_costs.pays(len(rows)):
             return ()
+        budget = budget if self.config.max_draft_tokens is None else min(budget, self.config.max_draft_tokens)
         scheduled = []
         for row in rows:
             sequence = speculating.get(row)

@@ -14,8 +14,8 @@ class ScheduledPrefill(NamedTuple):
 
     ``blocks``: the block table. ``rows``: in the last chunk, the rows that draw their next token from it (one for each sequence of a group);
     empty before. ``pooled_row``: in the last chunk of a pooling request, the row that it leaves after the step without drawing; else -1. ``adapter``: the
-    name of the request's LoRA adapter, empty for none. ``state_row``: the row of the group in every ``StateLayer``: that of its first sequence. ``kept_states``: places in the
-    chunk of tokens after which the state is copied to a further row, and these rows.
+    name of the request's LoRA adapter, empty for none. ``state_row``: the row of the group in every ``StateLayer``: that of its first sequence.
+    ``kept_states``: places in the chunk of tokens after which the state is copied to a further row, and these rows.
     """
 
     request_id: str

@@ -67,8 +67,8 @@ def kv_layout(decoder: Decoder, settings: EngineSettings, components: "EngineCom
         raise UserError("the engine has no prefix cache, in which KV blocks are exchanged; leave out what turns it off")
     if shapes.linear_attention is not None:
         raise UserError(
-            f"a {shapes.architecture} model's layers of linear attention keep states beside the KV blocks of a prompt, which are not exchanged; compute prompts "
-            "where they are answered"
+            f"a {shapes.architecture} model's layers of linear attention keep states beside the KV blocks of a prompt, which are not exchanged; compute "
+            "prompts where they are answered"
         )
     if not settings.deterministic:
         raise UserError("the engine is started with deterministic=False, so that its KV blocks are not those of another engine; leave it out")
