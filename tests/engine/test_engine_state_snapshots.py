@@ -4,11 +4,12 @@ token."""
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tandem.config.engine import EngineArgs
+from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.core.request import Prefill, Request, Sequence
 from tandem.engine.kv_cache.state_rows import StateRows
@@ -76,6 +77,9 @@ def test_snapshots_take_as_much_memory_as_keys_and_values(make_folder: Callable[
     ):
         settings = resolve(args, shapes, torch.float32)
         assert (settings.num_blocks, settings.state_snapshots) == (num_blocks, snapshots)
+    speculative = SpeculativeConfig("ngram", num_speculative_tokens=3, disable_by_batch_size=2)
+    engine = LLM(make_folder("qwen3_next"), kv_cache_tokens=640, max_num_seqs=5, speculative_config=speculative).engine
+    assert engine.kv_cache_bytes == 40 * block + (5 + engine.settings.state_snapshots + 5) * state, "draft tokens share as many states as sequences run"
     settings = resolve(EngineArgs(swap_space=2**-12), shapes, torch.float32)
     assert settings.swap_states == 2**17 // state and settings.swap_blocks == (2**18 - settings.swap_states * state) // block
 
@@ -105,10 +109,13 @@ def test_an_update_of_the_weights_drops_all_snapshots(make_llm: Callable[..., LL
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [
-    {"kv_cache_tokens": 160, "preemption_mode": "swap", "swap_space": 2**-13, "max_num_seqs": 5},
+    {
+        "kv_cache_tokens": 160, "preemption_mode": "swap", "swap_space": 2**-13, "max_num_seqs": 5,
+        "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    },
     {"kv_cache_tokens": 160, "max_num_batched_tokens": 19, "async_scheduling": True},
 ])  # fmt: skip
-def test_random_dialogues_in_little_memory_have_the_bits_of_cold_ones(make_llm: Callable[..., LLM], settings: dict[str, object]) -> None:
+def test_random_dialogues_in_little_memory_have_the_bits_of_cold_ones(make_llm: Callable[..., LLM], settings: dict[str, Any]) -> None:
     rng = random.Random(7)
     beginnings = [SYSTEM, SYSTEM[:37] + "0 1 2 3 4 5 6 7 8", "x" * 40]
     prompts = [rng.choice(beginnings)[: rng.randint(14, 54)] + "".join(rng.choices("abc 12", k=rng.randint(1, 20))) for _ in range(24)]
@@ -127,3 +134,25 @@ def test_random_dialogues_in_little_memory_have_the_bits_of_cold_ones(make_llm: 
             engine.check_integrity()
     assert cached > 0
     assert engine.stats().num_preemptions > 0 and (engine.transitions()[Transition.SWAP_IN] > 0) == ("swap_space" in settings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculation", [{}, {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}}])
+def test_prompts_that_share_a_prefix_have_the_greedy_tokens_and_logprobs_of_transformers(
+    make_folder: Callable[..., Path], make_llm: Callable[..., LLM], speculation: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.disable_progress_bar()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(make_folder("qwen3_next"), dtype=torch.float32).eval()
+    llm, cached = make_llm("qwen3_next", max_num_batched_tokens=40, **speculation), []
+    for end in (" 1 and 2", " 1 and 3", "", " of course", " 1 and 2 and 3 and 4 and 5"):
+        output = answer(llm, SYSTEM + end, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        cached.append(output.num_cached_tokens)
+        prompt, (completion,) = torch.tensor([output.prompt_token_ids]), output.outputs
+        with torch.no_grad():
+            made = torch.cat((prompt, torch.tensor([completion.token_ids])), dim=1)
+            logprobs = peer(made).logits[0, prompt.shape[1] - 1 : -1].double().log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == completion.token_ids
+        own = torch.tensor(completion.raw_logprobs, dtype=torch.float64)
+        assert (logprobs.gather(1, torch.tensor(completion.token_ids).unsqueeze(1)).squeeze(1) - own).abs().max() < 1e-4
+    assert cached == [0, 48, 48, 48, 48]
