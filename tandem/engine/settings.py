@@ -72,8 +72,11 @@ def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name
 
 def check_states(args: EngineArgs, shapes: ModelShapes) -> None:
     """Raises ``UserError`` for an option that layers with linear attention do not have."""
+    speculative, linear = args.speculative_config, f"which a {shapes.architecture} model with layers of linear attention does not support"
     if args.enable_lora and shapes.linear_attention is not None:
-        raise UserError(f"engine enable_lora is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")
+        raise UserError(f"engine enable_lora is set, {linear}; leave it out")
+    if speculative is not None and speculative.method == "mtp" and shapes.linear_attention is not None:
+        raise UserError(f"speculative_config method is 'mtp', {linear}; choose 'ngram', 'suffix', 'draft' or 'eagle3'")
 
 
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: DraftSize = NO_DRAFT) -> EngineSettings:

@@ -119,6 +119,8 @@ def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., P
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
     with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model with layers of linear attention does not support; leave"):
         start(folders, 16, "roomy", "none", enable_lora=True)
+    with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model with layers of linear attention does not support"):
+        start(folders, 16, "roomy", "mtp")
     with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model"):
         check_engine_on_model(EngineArgs(enable_lora=True), read_shapes(folders["plain"]))
     with pytest.raises(UserError, match=r"engine swap_space is 1e-06 GiB, and a qwen3_next model's states of one sequence take 0.0000 GiB"):
