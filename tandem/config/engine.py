@@ -216,7 +216,8 @@ class EngineArgs:
     """How a preempted sequence is resumed: `swap` copies its blocks to host memory as far as `swap_space` allows, `recompute` drops them,
     `auto` selects the cheaper."""
     swap_space: float = 0.0
-    """Host memory for the keys and values of swapped-out sequences, in GiB, for all tensor-parallel ranks together."""
+    """Host memory for the keys and values of swapped-out sequences, in GiB, for all tensor-parallel ranks together. Of a model with linear attention half of it
+    is for states."""
     watermark: float = 0.01
     """Share of the KV blocks that an admission leaves free while other sequences run."""
     tensor_parallel_size: int = 1
@@ -252,6 +253,11 @@ class EngineArgs:
     def implemented_by(self) -> Implementation:
         """Who computes the model."""
         return Implementation(self.model_impl, self.trust_remote_code)
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether prompts reuse cached blocks. Contiguous reservations share none."""
+        return self.enable_prefix_caching and self.cache_implementation == "paged"
 
     @property
     def admission(self) -> Literal["static", "dynamic", "continuous", "chunked"]:

@@ -9,8 +9,8 @@ from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.model_limits import check_kv_cache_dtype
 from tandem.engine.spec_decode.draft_size import DraftSize
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
-from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes
-from tandem.estimate.pod_gpu import cache_tokens_within
+from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes, state_snapshots
+from tandem.estimate.pod_gpu import cache_tokens_within, draft_states
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
@@ -25,7 +25,9 @@ NO_DRAFT = DraftSize()
 class EngineSettings:
     """The options of ``EngineArgs`` that scheduling and execution depend on, by the same names; sizes in blocks of ``BLOCK_TOKENS`` tokens.
 
-    ``num_blocks``: blocks of the KV cache. ``swap_blocks``: blocks of host memory for swapped-out sequences. ``max_loras``: adapters held at
+    ``num_blocks``: blocks of the KV cache. ``swap_blocks``: blocks of host memory for swapped-out sequences. ``state_snapshots``: snapshots of the states of
+    linear attention in the prefix cache; ``swap_states``: such states in host memory; ``draft_states``: those after the draft
+    tokens of one step. ``max_loras``: adapters held at
     once, 0 without LoRA. ``admission``: which sequences join a running batch: ``static``, ``dynamic``, ``continuous`` (whole prompts) or
     ``chunked``.
     """
@@ -44,15 +46,13 @@ class EngineSettings:
     cache_implementation: str = "paged"
     preemption_mode: str = "auto"
     swap_blocks: int = 0
+    state_snapshots: int = 0
+    swap_states: int = 0
+    draft_states: int = 0
     watermark: float = 0.01
     deterministic: bool = True
     async_scheduling: bool | None = None
     enforce_eager: bool = False
-
-    @property
-    def finds_prefixes(self) -> bool:
-        """Whether prompts reuse cached blocks. Contiguous reservations share none."""
-        return self.enable_prefix_caching and self.cache_implementation == "paged"
 
     def check(self, max_position_embeddings: int) -> None:
         """Raises ``UserError`` for a size that cannot work with a model of ``max_position_embeddings`` positions."""
@@ -73,14 +73,16 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: Dr
     check_kv_cache_dtype(shapes, args.kv_cache_dtype)
     block_bytes = (kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) + draft.token) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
+    num_blocks = _blocks_on_gpu(args, shapes, dtype, length, draft) if fills_gpu else _cache_blocks(args, length, block_bytes)
+    snapshots = min(num_blocks, state_snapshots(shapes, num_blocks * (block_bytes - draft.token * BLOCK_TOKENS))) if args.finds_prefixes else 0
+    swap_blocks, swap_states = _swap_space(args, shapes, block_bytes)
     settings = EngineSettings(
         max_model_len=length,
-        num_blocks=_blocks_on_gpu(args, shapes, dtype, length, draft) if fills_gpu else _cache_blocks(args, length, block_bytes),
+        num_blocks=num_blocks,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_slowdown=args.max_prefill_slowdown,
-        # A cached block has no state to go on from.
-        enable_prefix_caching=args.enable_prefix_caching and shapes.linear_attention is None,
+        enable_prefix_caching=args.finds_prefixes,
         seed=args.seed,
         max_loras=args.max_loras if args.enable_lora else 0,
         max_lora_rank=args.max_lora_rank,
@@ -88,15 +90,33 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, draft: Dr
         admission=args.admission,
         cache_implementation=args.cache_implementation,
         preemption_mode=args.preemption_mode,
-        swap_blocks=int(args.swap_space * 2**30) // block_bytes,
+        swap_blocks=swap_blocks,
+        state_snapshots=snapshots,
+        swap_states=swap_states,
+        draft_states=draft_states(shapes, args),
         watermark=args.watermark,
         deterministic=args.deterministic,
         async_scheduling=args.async_scheduling,
         enforce_eager=args.enforce_eager,
     )
     settings.check(shapes.max_position_embeddings)
-    check_engine_fits(args, shapes, length, settings.num_blocks * block_bytes if args.device == "cpu" else 0)
+    check_engine_fits(args, shapes, length, num_blocks * block_bytes + snapshots * state_bytes(shapes) if args.device == "cpu" else 0)
     return settings
+
+
+def _swap_space(args: EngineArgs, shapes: ModelShapes, block_bytes: int) -> tuple[int, int]:
+    """Returns the blocks in the swap space, and the states of linear attention, which have half of it, and at least those of one sequence. Raises
+    ``UserError`` if it is too small for those."""
+    size, of_sequence = int(args.swap_space * 2**30), state_bytes(shapes)
+    if not of_sequence or not size:
+        return size // block_bytes, 0
+    if size < of_sequence + block_bytes:
+        raise UserError(
+            f"engine swap_space is {args.swap_space} GiB, and a {shapes.architecture} model's states of one sequence take {of_sequence / 2**30:.4f} GiB, "
+            "beside its keys and values; raise it, or leave it out"
+        )
+    states = max(1, size // 2 // of_sequence)
+    return (size - states * of_sequence) // block_bytes, states
 
 
 def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int:
@@ -126,7 +146,7 @@ def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int,
     host memory."""
     total = total_bytes()
     needs = {
-        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)),
+        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)) + draft_states(shapes, args) * state_bytes(shapes),
         "kv_cache_tokens": cache_bytes,
         "swap_space": int(args.swap_space * 2**30),
         "max_loras": lora_bytes(shapes, args) if args.enable_lora else 0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import (
+    cached_bytes_per_token,
     held_outside_layers,
-    kv_bytes_per_token,
     mxfp4_engine_bytes,
     mxfp4_load_bytes,
     optimizer_bytes,
@@ -99,7 +99,7 @@ def predict(
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
-    kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
+    kv_cache_bytes = kv_cache_tokens * cached_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     # Under ZeRO 3 the ranks' parts are not whole panels of matrices, so that engines that share the buffers pack weights of their own.
     copies = 0 if shares_weights and parallel.zero < 3 else 2
     own = mxfp4_engine_bytes(shapes, trainer.dtype) + mxfp4_load_bytes(shapes, trainer.dtype) if experts_in_mxfp4 else copies * weights

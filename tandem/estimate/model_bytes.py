@@ -79,6 +79,17 @@ def state_bytes(shapes: ModelShapes) -> int:
     return 0 if shapes.linear_attention is None else len(shapes.linear_attention.layers) * shapes.linear_attention.state_bytes
 
 
+def cached_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto", finds_prefixes: bool = True) -> int:
+    """Bytes that one token takes in the cache: its keys and values, and in an engine that ``finds_prefixes`` as much for ``state_snapshots``."""
+    return kv_bytes_per_token(shapes, dtype, kv_cache_dtype) * (2 if shapes.linear_attention is not None and finds_prefixes else 1)
+
+
+def state_snapshots(shapes: ModelShapes, kv_cache_bytes: int) -> int:
+    """Returns how many snapshots of the states of linear attention a prefix cache has beside keys and values of ``kv_cache_bytes``: those that take as much
+    memory, and at least one."""
+    return 0 if shapes.linear_attention is None else max(1, kv_cache_bytes // state_bytes(shapes))
+
+
 def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = "float32") -> int:
     """Returns the bytes of an optimizer's state: two moments of each parameter, in the ``dtype`` of the weights, with ``adamw``; one of the
     layers' matrices with ``muon``; and with ``adamw8bit`` (of fp32 weights) two moments in 8 bits with an fp32 scale for every 256 of them, the

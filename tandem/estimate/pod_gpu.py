@@ -9,10 +9,10 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
+    cached_bytes_per_token,
     held_by_layer,
     held_outside_layers,
     held_parameters,
-    kv_bytes_per_token,
     state_bytes,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
@@ -112,7 +112,7 @@ def _engine_parts(shapes: ModelShapes, trainer: TrainerConfig, engine: EngineArg
 def _cached_bytes_per_token(shapes: ModelShapes, dtype: str, engine: EngineArgs) -> int:
     """Returns the bytes that a token takes in the caches of all ranks, which all hold the compressed row of latent attention."""
     copies = 1 if shapes.latent is None else engine.tensor_parallel_size
-    return copies * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    return copies * cached_bytes_per_token(shapes, dtype, engine.kv_cache_dtype, engine.finds_prefixes)
 
 
 def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> int:
@@ -147,4 +147,15 @@ def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, e
 def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
     """Returns the bytes of the activations of a step with all its tokens, of the logits, and of the states of linear attention, on all ranks together."""
     of_sequence = LOGITS_COPIES * 4 * shapes.vocab_size + state_bytes(shapes)
-    return engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes) + engine.max_num_seqs * of_sequence
+    tokens = engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes)
+    return tokens + engine.max_num_seqs * of_sequence + draft_states(shapes, engine) * state_bytes(shapes)
+
+
+def draft_states(shapes: ModelShapes, engine: EngineArgs) -> int:
+    """Returns how many states of linear attention an engine keeps for one step, one after each draft token, so that sequences go on after the last accepted
+    one: at most as many as sequences run."""
+    speculative = engine.speculative_config
+    if shapes.linear_attention is None or speculative is None:
+        return 0
+    wanted = speculative.batch_limit(engine.device.partition(":")[0], engine.max_num_seqs) * speculative.draft_tokens
+    return min(wanted, max(engine.max_num_seqs, speculative.draft_tokens))

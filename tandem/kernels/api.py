@@ -82,7 +82,7 @@ class LatentLayer(NamedTuple):
 
 
 class StateLayer(NamedTuple):
-    """What one layer with linear attention keeps of R running sequences, a row for each, however long they are: ``matrices[R, Hv, Dk, Dv]``, and
+    """What one layer with linear attention keeps of R sequences, a row for each, however long they are: ``matrices[R, Hv, Dk, Dv]``, and
     ``inputs[R, K - 1, C]``, the last inputs of its convolution. It has no blocks."""
 
     matrices: Tensor
@@ -97,11 +97,13 @@ CacheLayer = KVLayer | LatentLayer | StateLayer
 
 
 class DeltaStates(NamedTuple):
-    """The states of S sequences: sequence s's are ``matrices[R, Hv, Dk, Dv]`` at ``rows[s]`` (int64), and zero if it is ``fresh[s]`` (bool)."""
+    """The states of S sequences: sequence s's are ``matrices[R, Hv, Dk, Dv]`` at ``rows[s]`` (int64), and zero if it is ``fresh[s]`` (bool). ``kept[T]`` int64:
+    the row to which the state after each token is copied, -1 for none (``None``: none of them)."""
 
     matrices: Tensor
     rows: Tensor
     fresh: Tensor
+    kept: Tensor | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -129,6 +131,7 @@ class PagedBatch:
     ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are the last of its
     ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: the slot of each new token's key and value,
     ``block * BLOCK_TOKENS + offset``. ``state_rows[S]`` int64: the rows of the sequences in every ``StateLayer`` (``None``: the model has none).
+    ``kept_states[2, K]`` int64: the tokens after which states are copied to a further row, and these rows (``None``: none).
     """
 
     query_start: Tensor
@@ -136,6 +139,7 @@ class PagedBatch:
     block_tables: Tensor
     slots: Tensor
     state_rows: Tensor | None = None
+    kept_states: Tensor | None = None
 
 
 class Kernels(Protocol):

@@ -68,12 +68,15 @@ class ReferencePasses:
         heads, out = v.shape[1], torch.empty_like(v)
         q, k = _for_value_heads(q, heads), _for_value_heads(k, heads)
         rows, fresh = (None, None) if states is None else (states.rows.tolist(), states.fresh.tolist())
+        kept = [-1] * len(q) if states is None or states.kept is None else states.kept.tolist()
         for s, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
             state = v.new_zeros(heads, q.shape[2], v.shape[2])
             if states is not None and rows is not None and fresh is not None and not fresh[s]:
                 state = states.matrices[rows[s]].clone()
             for t in range(start, end):
                 state, out[t] = _step(state, q[t], k[t], v[t], decay[t], beta[t])
+                if states is not None and kept[t] >= 0:
+                    states.matrices[kept[t]] = state
             if states is not None and rows is not None:
                 states.matrices[rows[s]] = state
         return out

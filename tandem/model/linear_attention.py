@@ -64,8 +64,14 @@ def _over_states(
     fresh = batch.context_lens.long() == bounds.diff()
     past = cache.inputs.index_select(0, rows).masked_fill(fresh.view(-1, 1, 1), 0.0)
     convolved = _convolved(kernels, weights, mixed, bounds, past)
-    cache.inputs.index_copy_(0, rows, _last_inputs(mixed, bounds, past))
-    return _recurrence(kernels, weights, convolved, decay, beta, bounds, DeltaStates(cache.matrices, rows, fresh))
+    cache.inputs.index_copy_(0, rows, _inputs_before(mixed, bounds, past, torch.arange(len(past), device=mixed.device), bounds[1:]))
+    kept = None
+    if batch.kept_states is not None:
+        tokens, targets = batch.kept_states
+        sequences = torch.searchsorted(bounds, tokens, right=True) - 1
+        cache.inputs.index_copy_(0, targets, _inputs_before(mixed, bounds, past, sequences, tokens + 1))
+        kept = torch.full_like(batch.slots, -1).index_copy_(0, tokens, targets)
+    return _recurrence(kernels, weights, convolved, decay, beta, bounds, DeltaStates(cache.matrices, rows, fresh, kept))
 
 
 def _recurrence(
@@ -97,14 +103,13 @@ def _convolved(kernels: Kernels, weights: LinearAttentionWeights, x: Tensor, bou
     return kernels.silu_mul(torch.cat((summed, torch.ones_like(summed)), dim=1))
 
 
-def _last_inputs(x: Tensor, bounds: Tensor, past: Tensor) -> Tensor:
-    """Returns the last K - 1 inputs [S, K - 1, C] of each sequence, of ``past`` and its new ones in ``x``."""
+def _inputs_before(x: Tensor, bounds: Tensor, past: Tensor, sequences: Tensor, ends: Tensor) -> Tensor:
+    """Returns the K - 1 inputs before token ``ends[M]`` of ``x`` in the sequence ``sequences[M]``, of ``past`` and its new ones in ``x``: [M, K - 1, C]."""
     behind = past.shape[1]
-    sequence = torch.arange(len(past), device=x.device).unsqueeze(1)
-    token = bounds[1:].unsqueeze(1) - behind + torch.arange(behind, device=x.device)
-    offset = token - bounds[:-1].unsqueeze(1)
-    index = torch.where(offset >= 0, token, len(x) + (sequence + 1) * behind + offset)
-    return torch.cat((x, past.flatten(0, 1))).index_select(0, index.flatten()).view_as(past)
+    token = ends.unsqueeze(1) - behind + torch.arange(behind, device=x.device)
+    offset = token - bounds[sequences].unsqueeze(1)
+    index = torch.where(offset >= 0, token, len(x) + (sequences.unsqueeze(1) + 1) * behind + offset)
+    return torch.cat((x, past.flatten(0, 1))).index_select(0, index.flatten()).view(len(ends), behind, -1)
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ def test_layouts_of_two_precisions_of_products_differ(make_llm: Callable[..., LL
         ({"digest_weights": False}, "no digests of its weights"),
         ({"enable_prefix_caching": False}, "no prefix cache"),
         ({"cache_implementation": "static"}, "no prefix cache"),
+        ({"architecture": "qwen3_next"}, "a qwen3_next model's layers of linear attention keep states"),
         ({"speculative_config": {"method": "draft", "model": 1, "num_speculative_tokens": 2}}, "the draft model"),
     ],
 )

@@ -12,6 +12,7 @@ from draft_heads import eagle3_head, with_predictor
 from engine_matrix import KEYS, MEMORY, PROMPTS, SPECULATION, Completions, before_and_after_an_update, generate
 
 from tandem.config.engine import EngineArgs
+from tandem.engine.core.lifecycle import Transition
 from tandem.engine.llm import LLM
 from tandem.jobs.checks.check_rl import check_engine_on_model
 from tandem.kernels import Kernels, select
@@ -27,7 +28,10 @@ CELLS = [
     (16, "swap", "eagle3"), (23, "recompute", "mtp"),
 ]  # fmt: skip
 """Chunk, memory and speculation."""
-HYBRID_CELLS = [(16, "roomy", "none"), (64, "recompute", "none"), (23, "recompute", "none")]
+HYBRID_CELLS = [
+    (16, "roomy", "none"), (64, "recompute", "none"), (23, "swap", "none"), (64, "swap", "none"), (23, "recompute", "ngram"), (16, "swap", "ngram"),
+    (64, "roomy", "draft"), (16, "recompute", "eagle3"),
+]  # fmt: skip
 RANKED, BY_REFERENCE = [(23, "roomy", "none"), (16, "swap", "ngram")], [(64, "roomy", "none"), (16, "recompute", "draft")]
 METHODS: dict[str, dict[str, Any]] = SPECULATION | {
     method: {"speculative_config": {"method": method, "num_speculative_tokens": 3, "disable_by_batch_size": 64}} for method in ("mtp", "eagle3")
@@ -95,9 +99,9 @@ def test_every_cell_has_the_bits_of_the_trainer(make_folder: Callable[..., Path]
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], precision: Any, tmp_path: Path) -> None:
-    """Layers with linear attention have no prefix cache, no swap and no speculation."""
-    folders = folders_of(make_folder, "qwen3_next", tmp_path)
-    for name, cells in (("cpu", HYBRID_CELLS), ("reference", HYBRID_CELLS[1:2])):
+    """The prefix cache is on, with snapshots of the states of linear attention. The draft model is one without such layers."""
+    folders = folders_of(make_folder, "qwen3_next", tmp_path) | {"draft": make_folder("qwen3", 2)}
+    for name, cells in (("cpu", HYBRID_CELLS), ("reference", [HYBRID_CELLS[1], HYBRID_CELLS[5]])):
         settings: dict[str, Any] = {"kernels": name, "precision": precision}
         expected = None
         for cell in cells:
@@ -113,24 +117,24 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
 
 def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
-    asked: tuple[tuple[str, dict[str, Any], str], ...] = (
-        ("ngram", {}, "speculative_config"), ("none", {"speculative_config": {"method": "mtp"}}, "speculative_config"),
-        ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
-    )  # fmt: skip
-    for speculation, settings, name in asked:
-        with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):
-            start(folders, 16, "roomy", speculation, **settings)
-    with pytest.raises(UserError, match="engine swap_space is set, which a qwen3_next model"):
-        check_engine_on_model(EngineArgs(swap_space=0.1), read_shapes(folders["plain"]))
+    with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model with layers of linear attention does not support; leave"):
+        start(folders, 16, "roomy", "none", enable_lora=True)
+    with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model with layers of linear attention does not support"):
+        start(folders, 16, "roomy", "mtp")
+    with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model"):
+        check_engine_on_model(EngineArgs(enable_lora=True), read_shapes(folders["plain"]))
+    with pytest.raises(UserError, match=r"engine swap_space is 1e-06 GiB, and a qwen3_next model's states of one sequence take 0.0000 GiB"):
+        start(folders, 16, "roomy", "none", swap_space=1e-6)
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):
         LLM(make_folder("qwen3", 0), speculative_config={"method": "draft", "model": folders["plain"]})
 
 
 def test_a_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
-    with contextlib.closing(start(folders, 16, "recompute", "none")) as llm:
+    with contextlib.closing(start(folders, 16, "swap", "ngram")) as llm:
         completions = generate(llm)
-        assert llm.engine.stats().num_preemptions > 0
+        stats = llm.engine.stats()
+        assert llm.engine.transitions()[Transition.SWAP_IN] > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     check_trainer(folders["plain"], select("cpu"), completions)
 
 

@@ -1,6 +1,7 @@
 """A random walk through all operations of scheduler and allocator, over a cache whose content is checked. No model runs. A slot of the
 simulated cache holds a digest of weights, adapter, salt and all tokens up to its own. Before a token is drawn, every position that it
-attends to must have the right digest, and the token must not depend on anything else."""
+attends to must have the right digest, and the token must not depend on anything else. Of some walks a row of states holds the digest of all tokens that it
+was computed with."""
 
 import hashlib
 import random
@@ -19,6 +20,7 @@ from tandem.engine.core.scheduler import PauseMode, Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.types import WeightVersion
@@ -49,7 +51,8 @@ class Walk:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        blocks = rng.choice((6, 7, 12, 40))
+        has_states = rng.random() < 0.4
+        blocks = rng.choice((7, 12, 40) if has_states else (6, 7, 12, 40))
         batching = rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static"))
         reserved = rng.random() < 0.15
         config = SchedulerConfig(
@@ -60,11 +63,16 @@ class Walk:
             speculative_batch_limit=rng.choice((2, 99)),
         )
         costs = PreemptionCosts(1.0, 0.01, 0.1, rng.choice((1.0, 60.0)))
-        self.window = rng.choice((0, 0, 7, 16, 33))
+        self.window = 0 if has_states else rng.choice((0, 0, 7, 16, 33))
+        caching, first = rng.random() < (0.9 if has_states else 0.6) and not reserved, config.max_num_seqs
+        self.states = StateRows(range(first, first + rng.choice((1, 3, 9)) * caching), rng.choice((1, 4))) if has_states else None
         self.kv_cache = KVCacheManager(
-            blocks, enable_prefix_caching=rng.random() < 0.6 and not reserved, window=self.window,
-            reservation=blocks_for(LONGEST) if reserved else 0, num_host_blocks=rng.choice((0, 3, 20)),
+            blocks, enable_prefix_caching=caching, window=self.window, reservation=blocks_for(LONGEST) if reserved else 0,
+            num_host_blocks=rng.choice((0, 3, 20)), states=self.states,
         )
+        self.rows: dict[int, int] = {}
+        self.host_rows: dict[int, int] = {}
+        self.served = 0
         policy = PreemptionPolicy(rng.choice(("auto", "swap", "recompute")), lambda: costs)
         self.scheduler = Scheduler(config, self.kv_cache, self.read_back, policy)
         self.guesses = rng.choice((0, 0, 3))
@@ -74,6 +82,7 @@ class Walk:
         self.drawn: dict[Sequence, list[int]] = {}
         self.ends: dict[Sequence, int] = {}
         self.requests: dict[str, list[Sequence]] = {}
+        self.last: Sequence | None = None
         self.arrivals = 0
         self.completed = 0
 
@@ -84,10 +93,15 @@ class Walk:
         n = rng.choice((1, 1, 1, 2, 3))
         n = min(n, self.scheduler.config.max_num_seqs)
         prompt = [int(rng.random() < 0.1) for _ in range(rng.randrange(1, 60))]
+        salt, adapter = rng.choice(("", "", "s")), rng.choice(("", "", "a"))
+        if self.last is not None and rng.random() < 0.4:
+            # A dialogue goes on, or begins in the same way.
+            prompt = (self.last.known_tokens + prompt)[: rng.randrange(1, 80)]
+            salt, adapter = self.last.request.cache_salt, self.last.request.adapter
         top = min(LONGEST, len(prompt) + rng.randrange(1, 50))
         request = Request(
             str(self.arrivals), None, prompt, SamplingParams(n=n), 0, 0, self.arrivals, priority=rng.choice((0, 0, 0, 1, 2)),
-            cache_salt=rng.choice(("", "", "s")), adapter=rng.choice(("", "", "a")), max_length=top, draft_tokens=self.guesses,
+            cache_salt=salt, adapter=adapter, max_length=top, draft_tokens=self.guesses,
         )
         self.arrivals += 1
         sequences: list[Sequence] = [Watched(request, i, rng.randrange(1 << 30), draft=DraftLength(3, 0.0) if self.guesses else None) for i in range(n)]
@@ -127,6 +141,7 @@ class Walk:
             staged = [(target, list(sources[source])) for source, target in copies]
             for target, content in staged:
                 targets[target] = content
+        self.copy_states(output)
         for row, column, block in output.block_changes:
             table = self.tables[row]
             table += [NULL_BLOCK] * (column + 1 - len(table))
@@ -136,7 +151,7 @@ class Walk:
 
     def compute(self, output: SchedulerOutput) -> None:
         """Performs all writes, then all reads, then draws."""
-        scheduler, fed, read = self.scheduler, {}, []
+        scheduler, fed, read, written = self.scheduler, {}, [], dict[int, int]()
         for row, most in zip(output.decode_rows, output.num_draft_tokens or (0,) * len(output.decode_rows), strict=True):
             sequence = scheduler.running.by_row[row]
             known = self.known(sequence)
@@ -145,13 +160,20 @@ class Walk:
             guess = right[:accepted] + [9] * (most - accepted)
             fed[row] = (most, accepted)
             self.write(self.tables[row], sequence, known + guess, len(known) - 1)
+            self.advance(row, sequence, known + right[:accepted], len(known) - 1)
             read.append((self.tables[row], sequence, known, len(known) - 1))
         for chunk in output.prefills:
             sequence = self.sequence_of(chunk)
             known = self.known(sequence)[: chunk.start + len(chunk.tokens)]
             assert known[chunk.start :] == list(chunk.tokens)
             self.write(list(chunk.blocks), sequence, known, chunk.start)
+            self.advance(chunk.state_row, sequence, known, chunk.start)
+            kept = {row: self.digests(sequence, known)[chunk.start + place] for place, row in chunk.kept_states}
+            assert len(kept) == len(chunk.kept_states) and not kept.keys() & written.keys(), "a row of states is written twice"
+            written |= kept
+            written |= dict.fromkeys(chunk.rows[1:], self.rows[chunk.state_row])
             read.append((list(chunk.blocks), sequence, known, chunk.start))
+        self.rows |= written
         for table, sequence, known, first in read:
             self.look(table, sequence, known, first)
         for row, (most, accepted) in fed.items():
@@ -190,6 +212,7 @@ class Walk:
         prompt = len(sequence.request.prompt_token_ids)
         assert sequence.token_ids == [token_at(sequence, i) for i in range(prompt, self.ends[sequence])]
         self.completed += 1
+        self.last = sequence
         group = self.requests.get(sequence.request.id, [])
         if all(other.is_done for other in group):
             self.requests.pop(sequence.request.id, None)
@@ -217,6 +240,20 @@ class Walk:
         for position in range(max(0, first - window + 1) if window else 0, len(tokens)):
             assert self.device[table[position // 16]][position % 16] == digests[position], "a position holds something else"
 
+    def copy_states(self, output: SchedulerOutput) -> None:
+        swap_outs, swap_ins, saves, loads = output.state_copies
+        for sources, targets, copies in ((self.rows, self.host_rows, swap_outs), (self.host_rows, self.rows, swap_ins), (self.rows, self.rows, saves),
+                                         (self.rows, self.rows, loads)):  # fmt: skip
+            assert len({target for _, target in copies}) == len(copies), "a row of states is written twice"
+            targets |= {target: sources[source] for source, target in copies}
+        self.served += len(loads)
+
+    def advance(self, row: int, sequence: Sequence, tokens: list[int], first: int) -> None:
+        """Computes the state in ``row`` after ``tokens`` from that after the ``first`` of them."""
+        digests = self.digests(sequence, tokens)
+        assert not first or self.states is None or self.rows[row] == digests[first - 1], "a state is that of other tokens"
+        self.rows[row] = digests[-1]
+
     def check(self, output: SchedulerOutput) -> None:
         limits = self.scheduler.config
         total = len(output.decode_rows) + sum(output.num_draft_tokens) + sum(len(chunk.tokens) for chunk in output.prefills)
@@ -230,7 +267,7 @@ class Walk:
 def walk(seed: int, operations: int) -> None:
     rng = random.Random(seed)
     transitions = dict.fromkeys(Transition, 0)
-    done = completed = 0
+    done = completed = served = 0
     while done < operations:
         bench = Walk(rng)
         actions = {bench.add: 12, bench.abort: 2, bench.update: rng.choice((0, 0, 1)), bench.pause: rng.choice((0, 1)), bench.step: 85}
@@ -250,11 +287,12 @@ def walk(seed: int, operations: int) -> None:
         assert bench.kv_cache.num_free_blocks == bench.kv_cache.block_pool.num_blocks
         assert bench.kv_cache.host_pool.num_free_blocks == bench.kv_cache.host_pool.num_blocks
         completed += bench.completed
+        served += bench.served
         for transition, count in bench.scheduler.counts.items():
             transitions[transition] += count
     # The walk makes no budget stops, which are the engine's; every other transition must have occurred.
     assert all(count for transition, count in transitions.items() if transition is not Transition.BUDGET_STOP), transitions
-    assert completed > operations / 100
+    assert completed > operations / 100 and served > operations / 400
 
 
 def drawn_edges() -> set[tuple[str, State, State]]:

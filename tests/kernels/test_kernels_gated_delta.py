@@ -85,6 +85,22 @@ def chunked(kernels: Kernels, sizes: tuple[int, int, int, int], inputs: list[Ten
     raise AssertionError
 
 
+def test_a_state_that_is_kept_within_a_run_has_the_bits_of_one_that_ended_there() -> None:
+    inputs, bounds, rows = inputs_of(SIZES, sum(LENGTHS)), bounds_of(LENGTHS), torch.arange(len(LENGTHS))
+    starts, fresh, after = bounds.tolist(), torch.ones(len(LENGTHS), dtype=torch.bool), {0: 0, 16: 1, 70: 1, 71: 2, 90: 3}
+    kept = torch.full((sum(LENGTHS),), -1)
+    kept[list(after)] = torch.arange(len(after)) + len(LENGTHS)
+    for kernels in (select("cpu"), select("reference")):
+        matrices = torch.full((len(LENGTHS) + len(after), *SIZES[1:]), 7.0)
+        kernels.gated_delta_rule(*inputs, bounds, DeltaStates(matrices, rows, fresh, kept))  # type: ignore[arg-type]
+        for place, (token, sequence) in enumerate(after.items()):
+            ended = torch.full((1, *SIZES[1:]), 7.0)
+            of = slice(starts[sequence], token + 1)
+            states = DeltaStates(ended, rows[:1], fresh[:1])
+            kernels.gated_delta_rule(*(x[of] for x in inputs), bounds_of([token + 1 - starts[sequence]]), states)  # type: ignore[arg-type]
+            assert torch.equal(matrices[len(LENGTHS) + place], ended[0])
+
+
 def test_gradients_do_not_depend_on_the_number_of_threads_or_the_company() -> None:
     inputs, kernels = inputs_of((2, 4, 64, 64), 400), select("cpu")
 

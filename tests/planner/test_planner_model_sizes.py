@@ -188,7 +188,11 @@ def test_the_sizes_of_qwen3_next_are_the_published_ones() -> None:
     few, many = (cache_tokens_within(shapes, EngineArgs(max_num_seqs=n, gpu_memory_utilization=0.9), "bfloat16", 1 << 40) for n in (1, 257))
     logits = engine_working_bytes(replace(shapes, linear_attention=None), EngineArgs(max_num_seqs=257))
     logits -= engine_working_bytes(replace(shapes, linear_attention=None), EngineArgs(max_num_seqs=1))
-    assert abs((few - many) * 12 * 2 * 2 * 256 * 2 - logits - 256 * states) < 12 * 2 * 2 * 256 * 2, "an engine's rows of states are not for its KV cache"
+    # Snapshots of states take as much memory as keys and values.
+    token = 2 * kv_bytes_per_token(shapes, "bfloat16")
+    assert abs((few - many) * token - logits - 256 * states) < token, "an engine's rows of states are not for its KV cache"
+    without = cache_tokens_within(shapes, EngineArgs(max_num_seqs=1, gpu_memory_utilization=0.9, enable_prefix_caching=False), "bfloat16", 1 << 40)
+    assert 2 * few <= without <= 2 * few + 1
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from tandem.engine.executor.ranks import Ranks
 from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.kv_cache.cache_tensors import host_pool, make_cache
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.settings import EngineSettings
@@ -62,12 +63,13 @@ def make_components(
     adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
     kv_cache = KVCacheManager(
         settings.num_blocks,
-        enable_prefix_caching=settings.finds_prefixes,
+        enable_prefix_caching=settings.enable_prefix_caching,
         window=widest_window(shapes),
         reservation=blocks_for(settings.max_model_len) if settings.cache_implementation == "static" else 0,
         num_host_blocks=settings.swap_blocks,
         weight_version=version,
         adapter_key=adapters.key,
+        states=state_rows(shapes, settings, launches_ahead),
     )
     step_costs = StepCosts(speculative.default_limit(weights.device.type)) if speculative is not None and speculative.measures_costs else None
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
@@ -75,8 +77,9 @@ def make_components(
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
         ranks.run("allocate", sizes, lambda: None)
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
-    host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
-    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler)
+    host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks, settings.swap_states)
+    first = settings.max_num_seqs + launches_ahead + settings.state_snapshots
+    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler, range(first, first + settings.draft_states))
     if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager and shapes.linear_attention is None:
         runner.make_graphs()
     meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)
@@ -86,6 +89,7 @@ def make_components(
         batching=settings.admission,
         watermark_blocks=int(settings.watermark * settings.num_blocks),
         speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type, settings.max_num_seqs),
+        max_draft_tokens=settings.draft_states if shapes.linear_attention is not None else None,
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
     prefill_budget = None if settings.max_prefill_slowdown is None else PrefillBudget(settings.max_prefill_slowdown)
@@ -96,7 +100,14 @@ def make_components(
 def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[CacheLayer]:
     """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, and one more row
     of states, for padding rows."""
-    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, settings.max_num_seqs + launches_ahead)
+    rows = settings.max_num_seqs + launches_ahead + settings.state_snapshots + settings.draft_states
+    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, rows)
+
+
+def state_rows(shapes: ModelShapes, settings: EngineSettings, launches_ahead: bool) -> StateRows | None:
+    """Returns the rows for states of linear attention behind those of running sequences; ``None`` for a model without them."""
+    first = settings.max_num_seqs + launches_ahead
+    return None if shapes.linear_attention is None else StateRows(range(first, first + settings.state_snapshots), settings.swap_states)
 
 
 def widest_window(shapes: ModelShapes) -> int:

@@ -29,6 +29,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     swapped = Counter(block for prefill in scheduler.waiting for block in prefill.host_blocks if block != NULL_BLOCK)
     assert all(count == 1 for count in swapped.values()), "a host block is held twice"
     kv_cache.host_pool.check_integrity(swapped)
+    if kv_cache.states is not None:
+        snapshots = [sequence.snapshot_row for sequence in running.by_row.values() if sequence.snapshot_row >= 0]
+        host_rows = [prefill.host_row for prefill in scheduler.waiting if prefill.host_blocks]
+        kv_cache.states.check_integrity(snapshots, host_rows, kv_cache.block_pool.cached_hashes())
     assert sorted(rows) == list(range(scheduler.config.max_num_seqs)), "a row is lost or held twice"
     assert not scheduler.preemption.swap_outs, "a swap-out is in no step"
     for row, sequence in running.by_row.items():

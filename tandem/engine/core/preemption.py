@@ -144,8 +144,11 @@ class Preemption:
         if isinstance(victim, Prefill):
             return self._preempt_prefill(victim, Transition.RECOMPUTE)
         self._running.read_back([victim])
-        host_blocks = self._swap_out(victim)
-        return self._preempt_decoding([victim], Transition.SWAP_OUT if host_blocks else Transition.RECOMPUTE, host_blocks=host_blocks)
+        states, host_blocks = self._kv_cache.states, self._swap_out(victim)
+        host_row = states.swap_out(victim) if states is not None and host_blocks else -1
+        return self._preempt_decoding(
+            [victim], Transition.SWAP_OUT if host_blocks else Transition.RECOMPUTE, host_blocks=host_blocks, host_row=host_row
+        )
 
     def preempt_all(self, why: Transition) -> list[SequenceId]:
         """Preempts all sequences that own blocks and drops what is swapped out: all keys and values become invalid."""
@@ -172,6 +175,8 @@ class Preemption:
         kv_cache, computed = self._kv_cache, len(sequence.known_tokens) - 1
         num_blocks = sum(block != NULL_BLOCK for block in sequence.blocks[: blocks_for(computed)])
         num_lost = kv_cache.num_exclusive_tokens(sequence.blocks)
+        if kv_cache.states is not None and not kv_cache.states.free_host_rows:
+            return []
         if not self.policy.swaps(num_blocks, kv_cache.host_pool.num_free_blocks, computed, num_lost):
             return []
         host_blocks, copies = kv_cache.swap_out(sequence.blocks, computed)
@@ -179,13 +184,13 @@ class Preemption:
         return host_blocks
 
     def _preempt_decoding(
-        self, sequences: list[Sequence], why: Transition, keep_cache: bool = True, host_blocks: list[int] | None = None
+        self, sequences: list[Sequence], why: Transition, keep_cache: bool = True, host_blocks: list[int] | None = None, host_row: int = -1
     ) -> list[SequenceId]:
         self._running.read_back(sequences)
         self._running.leave(sequences, keep_cache)
         for sequence in sequences:
             sequence.is_mixed = sequence.is_mixed and bool(host_blocks)
-            self._requeue(Prefill([sequence], sequence.known_tokens, host_blocks=list(host_blocks or ())), why)
+            self._requeue(Prefill([sequence], sequence.known_tokens, host_blocks=list(host_blocks or ()), host_row=host_row), why)
         return [(sequence.request.id, sequence.index) for sequence in sequences]
 
     def _preempt_prefill(self, prefill: Prefill, why: Transition) -> list[SequenceId]:

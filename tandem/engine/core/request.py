@@ -124,6 +124,10 @@ class Sequence:
     """How many of its tokens are in the cache of the draft model."""
     unread_states: Any = None
     """The model's hidden states that a draft head has not read (``tandem.engine.spec_decode.unread_states``)."""
+    snapshot_row: int = -1
+    """The row of a copy of its states of linear attention (``tandem.engine.kv_cache.state_rows``), -1 without one."""
+    snapshot_tokens: int = 0
+    """The number of tokens after which they were copied."""
 
     @property
     def is_done(self) -> bool:
@@ -165,6 +169,10 @@ class Prefill:
     host_blocks: list[int] = field(default_factory=list)
     """The block table in host memory of a swapped-out sequence, which is swapped in instead of prefilled."""
     is_scored: bool = False
+    num_matched_blocks: int = 0
+    """The first of its blocks that the prefix cache had when it was last admitted, with or without a snapshot of states at their end."""
+    host_row: int = -1
+    """The row in host memory of the states of a swapped-out sequence of a model with linear attention."""
 
     @property
     def order(self) -> tuple[int, int, int]:

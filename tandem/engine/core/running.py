@@ -123,6 +123,8 @@ class RunningSequences:
         for sequence in sequences:
             if keep_cache:
                 self._kv_cache.cache_sequence(sequence, len(sequence.known_tokens) - 1)
+            if self._kv_cache.states is not None:
+                self._kv_cache.states.release(sequence)
             row, table = sequence.row, sequence.blocks
             del self.by_row[row]
             self.speculating.pop(row, None)

@@ -13,6 +13,7 @@ from tandem.engine.core.running import BatchingPolicy, RunningSequences
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput, SequenceId
 from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateCopies
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.types.kv_cache import BLOCK_TOKENS
 
@@ -33,13 +34,14 @@ class SchedulerConfig:
     """``max_num_seqs``: rows, that is the maximum number of sequences that decode at once. ``max_num_batched_tokens``: the token budget of
     one step, at least ``max_num_seqs``, so that every decoding sequence advances in every step. ``batching``: a kind of ``BatchingPolicy``.
     ``watermark_blocks``: blocks that an admission leaves free. ``speculative_batch_limit``: no draft tokens are scheduled while more
-    sequences decode."""
+    sequences decode. ``max_draft_tokens``: of one step (``None``: as its tokens allow)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     batching: str = "chunked"
     watermark_blocks: int = 0
     speculative_batch_limit: int = 0
+    max_draft_tokens: int | None = None
 
 
 class Scheduler:
@@ -67,7 +69,9 @@ class Scheduler:
         """Returns the next step: every decoding sequence advances, then prefill chunks fill the rest of the token budget. If blocks or
         rows run out, sequences are preempted, and nothing is admitted in that step."""
         self.step += 1
-        running = self.running
+        running, states = self.running, self.kv_cache.states
+        if states is not None:
+            states.begin_step()
         self.waiting.requeue(self.counts)
         preempted = self._preempt_lower_priority()
         changes, copies = self._allocate_decode_slots(preempted)
@@ -102,6 +106,7 @@ class Scheduler:
         return SchedulerOutput(
             decode_rows=rows, prefills=tuple(prefills), block_changes=tuple(changes), block_copies=tuple(copies), preempted=tuple(preempted),
             swap_outs=self.preemption.take_swap_outs(), swap_ins=tuple(swap_ins), resumed_rows=tuple(resumed), num_draft_tokens=num_draft_tokens,
+            state_copies=StateCopies() if states is None else states.take_copies(),
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -180,6 +185,8 @@ class Scheduler:
                 # It enters a block that was allocated in an earlier step.
                 column = position // BLOCK_TOKENS
                 changes.append(BlockChange(sequence.row, column, sequence.blocks[column]))
+            if kv_cache.states is not None and position % BLOCK_TOKENS == 0:
+                kv_cache.states.save(sequence, position)
             self.running.set_due(sequence, step)
         return changes, copies
 
@@ -191,6 +198,7 @@ class Scheduler:
             return ()
         if self.step_costs is not None and not self.step_costs.pays(len(rows)):
             return ()
+        budget = budget if self.config.max_draft_tokens is None else min(budget, self.config.max_draft_tokens)
         scheduled = []
         for row in rows:
             sequence = speculating.get(row)
@@ -236,6 +244,8 @@ class Scheduler:
             return None
         self.waiting.pop()
         prefill.rows = [self.running.free_rows.pop() for _ in prefill.sequences]
+        if self.kv_cache.states is not None and not prefill.host_blocks:
+            self.kv_cache.states.load(prefill)
         for sequence in prefill.sequences:
             move(sequence, Transition.SWAP_IN if prefill.host_blocks else Transition.ADMIT, self.counts)
             if sequence.num_preemptions:
@@ -270,8 +280,10 @@ class Scheduler:
         prefill.num_computed_tokens += len(tokens)
         request = prefill.sequences[0].request
         self.kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
-        is_last = prefill.num_computed_tokens == len(prefill.tokens)
+        states, is_last = self.kv_cache.states, prefill.num_computed_tokens == len(prefill.tokens)
+        kept = () if states is None else states.keep(prefill, start, prefill.num_computed_tokens)
         if request.pooling is not None:
-            return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), (), request.adapter, prefill.rows[0] if is_last else -1, prefill.rows[0])
+            pooled_row = prefill.rows[0] if is_last else -1
+            return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), (), request.adapter, pooled_row, prefill.rows[0], kept)
         rows = tuple(prefill.rows) if is_last else ()
-        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter, state_row=prefill.rows[0])
+        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter, state_row=prefill.rows[0], kept_states=kept)

@@ -1,6 +1,7 @@
 """The model input of one step: decoding rows first, then prefill chunks."""
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ def advance(last: ModelInput, tokens: Tensor) -> ModelInput:
     return last._replace(tokens=tokens)
 
 
-def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts: list[int]) -> ModelInput:
-    """Returns ``tokens[i]`` of row ``index[i]`` (on the CPU) at its positions from ``starts[i]`` on. All logits are needed."""
+def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts: list[int], kept: Iterable[int] = ()) -> ModelInput:
+    """Returns ``tokens[i]`` of row ``index[i]`` (on the CPU) at its positions from ``starts[i]`` on. All logits are needed. The states after all but the last
+    of each are copied to the rows ``kept``, one after the other."""
     # Lists, because small operations on tensors take longer.
     lengths = [start + len(span) for start, span in zip(starts, tokens, strict=True)]
     flat = [(token, i, start + offset) for i, (start, span) in enumerate(zip(starts, tokens, strict=True)) for offset, token in enumerate(span)]
@@ -56,7 +58,14 @@ def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts:
     fed, owner, positions = to_device(torch.tensor(flat).t().contiguous(), device).unbind(0)
     slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
     ends, contexts = (to_device(torch.tensor(values, dtype=torch.int32), device) for values in (query_start, lengths))
-    return ModelInput(fed, positions, PagedBatch(ends, contexts, tables, slots, own), None)
+    inner = [first + offset for first, span in zip(query_start, tokens, strict=False) for offset in range(len(span) - 1)]
+    states = _kept_states(list(zip(inner, kept, strict=False)), device)
+    return ModelInput(fed, positions, PagedBatch(ends, contexts, tables, slots, own, states), None)
+
+
+def _kept_states(pairs: list[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """Returns ``PagedBatch.kept_states`` of (token, row)."""
+    return to_device(torch.tensor(pairs).t().contiguous(), device) if pairs else None
 
 
 def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> ModelInput:
@@ -77,6 +86,8 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
     contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
     paged, state_rows = batch.paged, torch.tensor([chunk.state_row for chunk in chunks])
     width = max(paged.block_tables.shape[1], max(len(chunk.blocks) for chunk in chunks))
+    kept = [(first + place, row) for first, chunk in zip([count, *ends], chunks, strict=False) for place, row in chunk.kept_states]
+    more = _kept_states(kept, batch.tokens.device)
     tables = padded_tables([chunk.blocks for chunk in chunks], width)
     own_tables = torch.nn.functional.pad(paged.block_tables, (0, width - paged.block_tables.shape[1]))
 
@@ -92,6 +103,7 @@ def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> Mod
             joined(own_tables, tables),
             joined(paged.slots, torch.tensor(slots)),
             None if paged.state_rows is None else joined(paged.state_rows, state_rows),
+            more if paged.kept_states is None else paged.kept_states if more is None else torch.cat((paged.kept_states, more), dim=1),
         ),
         torch.tensor(logit_rows, dtype=torch.int64),
     )
@@ -106,7 +118,8 @@ def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
     """Returns ``batch`` with every tensor that the model reads on ``device``."""
     paged = batch.paged
     query_start, context_lens, tables, slots = (to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots))
-    moved = PagedBatch(query_start, context_lens, tables, slots, None if paged.state_rows is None else to_device(paged.state_rows, device))
+    states = (None if each is None else to_device(each, device) for each in (paged.state_rows, paged.kept_states))
+    moved = PagedBatch(query_start, context_lens, tables, slots, *states)
     return batch._replace(tokens=to_device(batch.tokens, device), positions=to_device(batch.positions, device), paged=moved)
 
 

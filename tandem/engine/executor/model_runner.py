@@ -46,13 +46,13 @@ class ModelRunner:
     still holds, and the result is dropped; steps run in launch order, so the next owner of that block writes after it.
 
     While no sequence joins, leaves or enters another block, the input of the last step is kept and advanced by one token. ``host``: the swap
-    space, a layer for each of ``caches`` and of the proposer's. ``pooler``: of a model that embeds or scores texts. ``graphs``:
-    replays steps in which every row only decodes.
+    space, a layer for each of ``caches`` and of the proposer's. ``pooler``: of a model that embeds or scores texts. ``draft_rows``: rows
+    for the states of linear attention after each draft token of a step. ``graphs``: replays steps in which every row only decodes.
     """
 
     def __init__(
         self, decoder: Decoder, caches: list[CacheLayer], batch: InputBatch, adapters: Adapters, ranks: Ranks | None = None,
-        host: list[CacheLayer] | None = None, proposer: Proposer | None = None, pooler: Pooler | None = None,
+        host: list[CacheLayer] | None = None, proposer: Proposer | None = None, pooler: Pooler | None = None, draft_rows: range = range(0),
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
@@ -63,6 +63,7 @@ class ModelRunner:
         self.proposer = proposer
         self._reader = proposer if isinstance(proposer, StateProposer) else None
         self.pooler = pooler
+        self._draft_rows = draft_rows
         self.sampler = Sampler(decoder.kernels)
         self.device = decoder.embed_tokens.device
         self.graphs: DecodeGraphs | None = None
@@ -79,7 +80,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> InFlightStep:
         """Launches one step. The rows that join with it must be in the batch already."""
-        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies)
+        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies, *output.state_copies)
         apply_moves(self._all_caches, self.host, moves)
         self.batch.update(output.block_changes, output.joined_rows + output.resumed_rows)
         if not (output.decode_rows or output.prefills):
@@ -98,7 +99,7 @@ class ModelRunner:
         aux = AuxHiddenStates(layers) if layers else None
         needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
-        copy_states(self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
+        copy_states(self.caches, self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
@@ -124,10 +125,13 @@ class ModelRunner:
         if selected is None:
             return []
         if step.states is None or self._reader is None:
-            return self._verify(step, selected, ended, stopped)
+            verified = self._verify(step, selected, ended, stopped)
+            self._restore_states(step, verified)
+            return verified
         count = len(step.output.decode_rows)
         positions = (self.batch.host.length.index_select(0, selected.index[:count]) - 1).tolist()
         verified = self._verify(step, selected, ended, stopped)
+        self._restore_states(step, verified)
         self._reader.keep(selected, positions, step.states, step.drafts or [], verified)
         return verified
 
@@ -150,6 +154,17 @@ class ModelRunner:
             sampled = SampledRows(*(values.index_select(0, places) for values in sampled))
         self._record(selected, sampled, ended, stopped)
         return []
+
+    def _restore_states(self, step: InFlightStep, verified: list[DraftOutput]) -> None:
+        """Lets the rows whose draft tokens were rejected go on from their states after the last accepted one."""
+        if not self._draft_rows or not step.drafts or step.selected is None:
+            return
+        accepted, copies, at = {row: count for row, _, count in verified}, [], 0
+        for row, draft in zip(step.selected.rows, step.drafts, strict=True):
+            if draft and accepted[row] < len(draft):
+                copies.append((self._draft_rows[at + accepted[row]], row))
+            at += len(draft)
+        copy_states(self.caches, self.caches, copies)
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""
@@ -187,7 +202,7 @@ class ModelRunner:
             index, host = selected.index[:count], self.batch.host
             fed, lengths = host.last_token[index].tolist(), host.length[index].tolist()
             spans = [[token, *draft] for token, draft in zip(fed, drafts, strict=True)]
-            model_input = span_input(rows, index, spans, [length - 1 for length in lengths])
+            model_input = span_input(rows, index, spans, [length - 1 for length in lengths], self._draft_rows)
         else:
             model_input = decode_input(rows, selected.device_index[:count], self.batch.width(output.decode_rows))
         if output.prefills:
@@ -364,9 +379,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self, num_blocks: int) -> float:
-        """Returns the seconds to copy ``num_blocks`` blocks to host memory. The cache is only read."""
-        host = host_pool(self._all_caches, num_blocks)
-        moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)])
+        """Returns the seconds to copy ``num_blocks`` blocks, and the states of a sequence, to host memory. The cache is only read."""
+        host = host_pool(self._all_caches, num_blocks, 1)
+        moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)], state_swap_outs=[BlockCopy(0, 0)])
         seconds = math.inf
         # The first copy also pays for page faults in the new memory, so the fastest counts.
         for _ in range(3):

@@ -63,8 +63,13 @@ def kv_layout(decoder: Decoder, settings: EngineSettings, components: "EngineCom
     runner, shapes = components.runner, decoder.shapes
     if runner.ranks is not None:
         raise UserError("a tensor-parallel engine has the heads of its KV blocks in several processes, which are not exchanged; use tensor_parallel_size=1")
-    if not settings.finds_prefixes:
+    if not settings.enable_prefix_caching:
         raise UserError("the engine has no prefix cache, in which KV blocks are exchanged; leave out what turns it off")
+    if shapes.linear_attention is not None:
+        raise UserError(
+            f"a {shapes.architecture} model's layers of linear attention keep states beside the KV blocks of a prompt, which are not exchanged; compute "
+            "prompts where they are answered"
+        )
     if not settings.deterministic:
         raise UserError("the engine is started with deterministic=False, so that its KV blocks are not those of another engine; leave it out")
     if runner.proposer is not None and runner.proposer.caches:

@@ -12,11 +12,15 @@ never match, and correctness needs no flush after an update.
 import hashlib
 from array import array
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.types import WeightVersion
 from tandem.types.kv_cache import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from tandem.engine.kv_cache.state_rows import StateRows
 
 _DIGEST_BYTES = 16
 
@@ -74,6 +78,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.events: BlockEvents | None = None
         """Where evictions are recorded, if anybody asks."""
+        self.states: StateRows | None = None
+        """Has a snapshot of states for some hashes, which is dropped with the hash."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -141,6 +147,10 @@ class BlockPool:
         self._hashes[block] = block_hash
         return True
 
+    def cached_hashes(self) -> Collection[bytes]:
+        """Returns the hashes in the prefix cache."""
+        return self._by_hash.keys()
+
     def get_cached_block(self, block_hash: bytes) -> int | None:
         """Returns the block with ``block_hash``, with one more reference, or ``None``."""
         block = self._by_hash.get(block_hash)
@@ -156,6 +166,8 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         self._free.extend(self._cached)
         self._cached.clear()
+        if self.states is not None:
+            self.states.clear()
         if self.events is not None:
             self.events.cleared()
 
@@ -173,6 +185,8 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block] = None
+            if self.states is not None:
+                self.states.drop(block_hash)
             if self.events is not None:
                 self.events.removed(block_hash)
 

@@ -21,7 +21,7 @@ from tandem.types.kv_cache import KVCacheDtype
 
 def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto", rows: int = 0) -> list[CacheLayer]:
     """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank; layers with linear attention have ``rows`` rows of
-    states in place of blocks."""
+    states in place of blocks, those of snapshots among them."""
     weights = decoder.embed_tokens
     cache = make_cache_of(decoder.local, blocks, stored_dtype(kv_cache_dtype, activation_dtype(decoder.kernels, weights.dtype)), weights.device)
     of_blocks = iter(cache)
@@ -43,32 +43,41 @@ def empty_states(sizes: LinearAttention, rows: int, dtype: torch.dtype, device: 
     return StateLayer(zeros(sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim), zeros(sizes.kernel_size - 1, sizes.mixed_size))
 
 
-def copy_states(caches: Sequence[CacheLayer], copies: Sequence[tuple[int, int]]) -> None:
-    """Copies the states at row ``source`` of every layer that has any to row ``target``, for each of ``copies``."""
-    states = [layer for layer in caches if isinstance(layer, StateLayer)] if copies else []
-    for layer in states:
-        source, target = torch.tensor(copies, device=layer.inputs.device).unbind(1)
-        for tensor in layer:
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+def copy_states(sources: Sequence[CacheLayer], targets: Sequence[CacheLayer], copies: Sequence[tuple[int, int]]) -> None:
+    """Copies the states at row ``source`` of every source layer that has any to row ``target`` of the target layer, for each of ``copies``."""
+    if not copies:
+        return
+    source, target = torch.tensor(copies).unbind(1)
+    for old, new in zip(sources, targets, strict=False):
+        if isinstance(old, StateLayer) and isinstance(new, StateLayer):
+            for from_tensor, to_tensor in zip(old, new, strict=True):
+                staging = from_tensor.index_select(0, source.to(from_tensor.device))
+                to_tensor.index_copy_(0, target.to(to_tensor.device), staging.to(to_tensor.device))
 
 
-def host_pool(caches: Sequence[CacheLayer], blocks: int) -> list[CacheLayer]:
-    """Returns ``blocks`` blocks of host memory for each layer of ``caches``; page-locked if those are on a GPU."""
+def host_pool(caches: Sequence[CacheLayer], blocks: int, rows: int = 0) -> list[CacheLayer]:
+    """Returns ``blocks`` blocks, or ``rows`` rows of states, of host memory for each layer of ``caches``; page-locked if those are on a GPU."""
 
-    def like(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    def like(layer: CacheLayer) -> CacheLayer:
+        size = rows if isinstance(layer, StateLayer) else blocks
+        empty = lambda tensor: torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        tensors: list[Any] = [None if tensor is None else empty(tensor) for tensor in layer]
+        return type(layer)(*tensors)
 
-    return [layer if isinstance(layer, StateLayer) else type(layer)(*map(like, layer)) for layer in caches]
+    return [like(layer) for layer in caches]
 
 
 class Moves(NamedTuple):
-    """Block copies that a step makes before it computes anything, in this order: to host memory, from host memory, within the cache."""
+    """Copies that a step makes before it computes anything, in this order: of blocks to host memory, from host memory and within the cache, then those of
+    ``StateCopies``."""
 
     swap_outs: Sequence[BlockCopy] = ()
     swap_ins: Sequence[BlockCopy] = ()
     copies: Sequence[BlockCopy] = ()
+    state_swap_outs: Sequence[BlockCopy] = ()
+    state_swap_ins: Sequence[BlockCopy] = ()
+    state_saves: Sequence[BlockCopy] = ()
+    state_loads: Sequence[BlockCopy] = ()
 
 
 def apply_moves(caches: Sequence[CacheLayer], host: Sequence[CacheLayer], moves: Moves) -> None:
@@ -78,6 +87,11 @@ def apply_moves(caches: Sequence[CacheLayer], host: Sequence[CacheLayer], moves:
     ):
         if copies:
             _copy_blocks(sources, targets, copies)
+    for sources, targets, copies in (
+        (caches, host, moves.state_swap_outs), (host, caches, moves.state_swap_ins), (caches, caches, moves.state_saves),
+        (caches, caches, moves.state_loads),
+    ):
+        copy_states(sources, targets, copies)
 
 
 def _copy_blocks(sources: Sequence[CacheLayer], targets: Sequence[CacheLayer], copies: Sequence[BlockCopy]) -> None:

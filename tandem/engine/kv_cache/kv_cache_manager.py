@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from tandem.engine.core.request import Prefill, Request, Sequence
 from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockCopy, BlockPool, block_hashes, blocks_for, root_hash
+from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.types import WeightVersion
 from tandem.types.kv_cache import BLOCK_TOKENS
 
@@ -27,11 +28,12 @@ class KVCacheManager:
         num_host_blocks: Blocks of the swap space in host memory.
         weight_version: The weights that keys and values are computed with; part of every hash.
         adapter_key: Maps the name of a LoRA adapter to its key in the hashes.
+        states: Rows for the states of linear attention (``None``: the model has none).
     """
 
     def __init__(
         self, num_blocks: int, *, enable_prefix_caching: bool = True, window: int = 0, reservation: int = 0, num_host_blocks: int = 0,
-        weight_version: WeightVersion = FIRST_VERSION, adapter_key: Callable[[str], str] = str,
+        weight_version: WeightVersion = FIRST_VERSION, adapter_key: Callable[[str], str] = str, states: StateRows | None = None,
     ) -> None:
         self.block_pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_host_blocks)
@@ -39,6 +41,7 @@ class KVCacheManager:
         self.window = 0 if reservation else window
         self.reservation = reservation
         self.weight_version = weight_version
+        self.states = self.block_pool.states = states
         self._adapter_key = adapter_key
 
     @property
@@ -50,7 +53,8 @@ class KVCacheManager:
     def get_computed_blocks(self, prefill: Prefill) -> list[int]:
         """Returns the blocks of the longest cached prefix of ``prefill``, each with one more reference.
 
-        At least one token is left to compute, since its logits are needed. A prefill that needs the logits or the hidden states of all tokens has none.
+        At least one token is left to compute, since its logits are needed. A prefill that needs the logits or the hidden states of all tokens has none. With
+        ``states`` the prefix ends at a snapshot, unless the states are swapped in.
         """
         if not self.enable_prefix_caching or self.reservation:
             return []
@@ -65,6 +69,11 @@ class KVCacheManager:
                 if block is None:
                     break
                 computed.append(block)
+        prefill.num_matched_blocks = len(computed)
+        if self.states is not None and not prefill.host_blocks:
+            served = self.states.num_served(prefill.block_hashes[: len(computed)])
+            self.block_pool.free_blocks(computed[served:])
+            computed = computed[:served]
         return computed
 
     def num_new_blocks(self, prefill: Prefill, computed: list[int]) -> int:
@@ -179,9 +188,14 @@ class KVCacheManager:
 
     def cache_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """As ``cache_blocks``, for a ``sequence`` whose later blocks have no hashes yet."""
-        if self.enable_prefix_caching and not sequence.is_mixed and num_tokens // BLOCK_TOKENS > len(sequence.block_hashes):
-            hashes = block_hashes(self._root(sequence.request), sequence.known_tokens[:num_tokens], sequence.block_hashes)
+        if not self.enable_prefix_caching or sequence.is_mixed:
+            return
+        hashes = sequence.block_hashes[: num_tokens // BLOCK_TOKENS]
+        if num_tokens // BLOCK_TOKENS > len(hashes):
+            hashes = block_hashes(self._root(sequence.request), sequence.known_tokens[:num_tokens], hashes)
             self.cache_blocks(sequence.request, hashes, sequence.blocks, num_tokens)
+        if self.states is not None:
+            self.states.publish(sequence, hashes, self.block_pool.cached_hashes())
 
     def record_block_events(self) -> BlockEvents:
         """Returns where changes of the prefix cache are recorded from now on."""
@@ -212,6 +226,8 @@ class KVCacheManager:
 
     def swap_in(self, prefill: Prefill) -> list[BlockCopy]:
         """Returns the copies that restore the blocks that the prefix cache did not have, and frees the host blocks."""
+        if self.states is not None:
+            self.states.swap_in(prefill)
         first = prefill.num_computed_tokens // BLOCK_TOKENS
         pairs = zip(prefill.host_blocks[first:], prefill.blocks[first:], strict=False)
         copies = [BlockCopy(host, block) for host, block in pairs if host != NULL_BLOCK]
@@ -222,6 +238,8 @@ class KVCacheManager:
         """Frees the swapped-out keys and values of ``prefill``."""
         self.host_pool.free_blocks(prefill.host_blocks)
         prefill.host_blocks = []
+        if self.states is not None:
+            self.states.free_host_row(prefill)
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:

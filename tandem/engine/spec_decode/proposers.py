@@ -46,7 +46,7 @@ def make_proposer(
             "choose a draft model of the same family"
         )
     if draft.shapes.linear_attention is not None:
-        raise UserError(f"the draft model is a {draft.shapes.architecture} with layers of linear attention, whose states do not go back; choose another one")
+        raise UserError(f"the draft model is a {draft.shapes.architecture} with layers of linear attention, which are not kept for drafts; choose another one")
     if draft.shapes.max_position_embeddings < settings.max_model_len:
         raise UserError(
             f"the draft model has {draft.shapes.max_position_embeddings} positions and max_model_len is {settings.max_model_len}; "

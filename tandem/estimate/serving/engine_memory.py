@@ -10,7 +10,7 @@ from tandem.estimate.pod_gpu import (
     engine_weight_bytes,
     engine_working_bytes,
 )
-from tandem.estimate.serving.kv_cache import held_tokens, token_bytes
+from tandem.estimate.serving.kv_cache import cached_token_bytes, held_tokens
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import UNQUANTIZED, quantized_weight_bytes
 from tandem.layout.shapes import ModelShapes
@@ -43,7 +43,7 @@ def predict_engine_memory(shapes: ModelShapes, layout: ServingLayout, hardware: 
     """Returns the memory of one GPU. The blocks are those that the engine itself would allocate (``tandem.engine.settings`` asks the same function). Raises
     ``UserError`` if not one sequence of ``max_model_len`` tokens fits."""
     layout.check(shapes, hardware)
-    args, ranks, token = layout.engine_args(), layout.tensor, token_bytes(shapes, layout)
+    args, ranks, token = layout.engine_args(), layout.tensor, cached_token_bytes(shapes, layout)
     is_plain = layout.quantization in ("bf16", "fp16")
     weights = engine_weight_bytes(shapes, UNQUANTIZED, UNQUANTIZED) if is_plain else quantized_weight_bytes(shapes, layout.quantization)
     if is_plain and shapes.latent is None and ranks <= shapes.num_key_value_heads:

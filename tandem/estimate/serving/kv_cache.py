@@ -1,6 +1,6 @@
 """The KV cache of an engine: the bytes of a token, and how many tokens a sequence holds. Imports no torch."""
 
-from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.estimate.model_bytes import cached_bytes_per_token, kv_bytes_per_token
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import UNQUANTIZED
 from tandem.layout.shapes import ModelShapes
@@ -8,10 +8,18 @@ from tandem.types.kv_cache import BLOCK_TOKENS
 
 
 def token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
-    """Returns the bytes that a token takes in the cache of all GPUs of an engine together, in all layers. Ranks that share a head of keys and values each
+    """Returns the bytes of a token's keys and values on all GPUs of an engine together, in all layers. Ranks that share a head of keys and values each
     hold it, and all hold the compressed vector of latent attention."""
-    copies = layout.tensor if shapes.latent is not None else max(1, layout.tensor // shapes.num_key_value_heads)
-    return copies * kv_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
+    return _copies(shapes, layout) * kv_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
+
+
+def cached_token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
+    """As ``token_bytes``, with the snapshots of the states of linear attention."""
+    return _copies(shapes, layout) * cached_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
+
+
+def _copies(shapes: ModelShapes, layout: ServingLayout) -> int:
+    return layout.tensor if shapes.latent is not None else max(1, layout.tensor // shapes.num_key_value_heads)
 
 
 def held_tokens(shapes: ModelShapes, tokens: float) -> float:

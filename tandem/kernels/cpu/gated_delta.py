@@ -20,10 +20,11 @@ class CpuPasses:
         out, starts = empty_like(v), indices(bounds, int64)
         inputs = [dense(each) for each in (q, k, v, decay, beta)]
         rows, fresh = (None, None) if states is None else (indices(states.rows, int64), indices(states.fresh, boolean))
+        kept = None if states is None or states.kept is None else indices(states.kept, int64)
         self._c.gated_delta(
             *(each.data_ptr() for each in inputs), starts.data_ptr(), len(starts) - 1, q.shape[1], v.shape[1], q.shape[2], v.shape[2],
             address(None if states is None else states.matrices), 0 if rows is None else rows.data_ptr(), 0 if fresh is None else fresh.data_ptr(),
-            out.data_ptr(),
+            0 if kept is None else kept.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "linear_grad_x": (_I, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_weight": (_I, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_bias": (None, (_P, _N, _N, _P)),
-    "gated_delta": (_I, (_P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _P, _P)),
+    "gated_delta": (_I, (_P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _P, _P, _P)),
     "gated_delta_backward": (_I, (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _P, _P, _P)),
     "rms_norm": (None, (_P, _P, _P, _N, _N, _N, _F, _I, _P, _P, _P)),
     "rms_norm_backward": (_I, (_P, _P, _P, _P, _P, _N, _N, _N, _I, _P, _P)),

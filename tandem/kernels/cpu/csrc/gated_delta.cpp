@@ -100,9 +100,11 @@ void step_backward(const Token& token, const Sizes& n, const float* grad, const 
 extern "C" {
 
 // q, k [T, key_heads, keys], v [T, heads, values], decay, beta [T, heads] -> out [T, heads, values]. Sequence s is tokens bounds[s] to bounds[s + 1]; its states
-// are those of states[rows[s]] [heads, keys, values], changed in place, or without `states` zero and dropped; zero too at its start where fresh[s].
+// are those of states[rows[s]] [heads, keys, values], changed in place, or without `states` zero and dropped; zero too at its start where fresh[s]. The state
+// after token t is copied to states[kept[t]] too, where that is not negative (`kept` may be null).
 int tandem_gated_delta(const float* q, const float* k, const float* v, const float* decay, const float* beta, const int64_t* bounds, int64_t sequences,
-                       int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* states, const int64_t* rows, const bool* fresh, float* out) {
+                       int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* states, const int64_t* rows, const bool* fresh,
+                       const int64_t* kept, float* out) {
   const Sizes n{key_heads, heads, keys, values};
   const Inputs inputs{q, k, v, decay, beta};
   const int threads = threads_for(bounds[sequences] * heads * n.state() * 4);
@@ -120,6 +122,7 @@ int tandem_gated_delta(const float* q, const float* k, const float* v, const flo
         const Token token = inputs.at(t, head, n);
         step(state, token, n, delta);
         recall(state, token.q, n, out + (t * heads + head) * values);
+        if (kept != nullptr && kept[t] >= 0) std::memcpy(states + (kept[t] * heads + head) * n.state(), state, sizeof(float) * n.state());
       }
     });
   return or_out_of_memory([&] { failure.raise(); });
