@@ -3,7 +3,7 @@
 Yang et al. (2024), "Gated Delta Networks", arXiv 2412.06464: a head keeps a matrix in place of keys and values, which each token decays and corrects.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tandem.layout.latent_attention import AttentionMatrix
 
@@ -61,12 +61,22 @@ class LinearAttention:
         return 4 * self.state_numbers
 
     def matrices(self, hidden: int) -> tuple[AttentionMatrix, ...]:
-        """Returns the matrices of a layer in the order of the forward pass; none is divided by heads."""
+        """Returns the matrices of a layer in the order of the forward pass. Those before the output have their rows by key head, each with its value heads."""
         into = (self.mixed_size + self.value_size, 2 * self.num_value_heads)
         return (
-            *(AttentionMatrix(name, rows, hidden, False) for name, rows in zip(PROJECTIONS, into, strict=True)),
+            *(AttentionMatrix(name, rows, hidden, True) for name, rows in zip(PROJECTIONS, into, strict=True)),
             AttentionMatrix(OUTPUT, hidden, self.value_size, False),
         )
+
+    def of_one_rank(self, ranks: int) -> "LinearAttention":
+        """Returns the sizes on one of ``ranks`` tensor-parallel ranks, which divide the key heads, each with its value heads."""
+        return replace(self, num_key_heads=self.num_key_heads // ranks, num_value_heads=self.num_value_heads // ranks)
+
+    def channels(self, rank: int, ranks: int) -> tuple[slice, slice, slice]:
+        """Returns the rows of the convolution of all heads that tensor-parallel ``rank`` of ``ranks`` computes with: of queries, of keys and of values."""
+        keys, values = self.key_size // ranks, self.value_size // ranks
+        starts = (rank * keys, self.key_size + rank * keys, 2 * self.key_size + rank * values)
+        return tuple(slice(start, start + size) for start, size in zip(starts, (keys, keys, values), strict=True))  # type: ignore[return-value]
 
     def parameters(self, hidden: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Returns names in the Hugging Face folder, after ``model.layers.N.linear_attn.``, and shapes of all parameters of a layer."""

@@ -71,7 +71,7 @@ def run_layer(
         normed = x
         x = latent_attention(batch, attention, latent, x)
     elif linear_weights is not None:
-        normed = x
+        x = normed = enter(x)
         x = linear_attention(batch, attention, linear_weights, x)
     else:
         x = normed = enter(x)

@@ -91,7 +91,7 @@ def _convolved(kernels: Kernels, weights: LinearAttentionWeights, x: Tensor, bou
     token = torch.arange(len(x), device=x.device)
     offset, rows = token - bounds[sequence], torch.cat((x, past.flatten(0, 1)))
     before = len(x) + (sequence + 1) * behind + offset
-    factors = _wide(weights.convolution).squeeze(1).unbind(1)
+    factors = _wide(weights.own_convolution()).unbind(1)
     taps = [rows.index_select(0, torch.where(offset >= back, token, before) - back) for back in range(behind, -1, -1)]
     summed = sum_in_order([tap * factor for tap, factor in zip(taps, factors, strict=True)])
     return kernels.silu_mul(torch.cat((summed, torch.ones_like(summed)), dim=1))

@@ -106,6 +106,9 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
                 assert llm.engine.stats().num_preemptions > 0 or not MEMORY[cell[1]], "the cache is too large for a preemption"
             expected = completions if expected is None else expected
             assert completions == expected, (name, cell)
+        for cell in HYBRID_CELLS[1:2] if name == "cpu" else ():
+            with contextlib.closing(start(folders, *cell, **settings, tensor_parallel_size=2)) as llm:
+                assert before_and_after_an_update(llm, folders) == expected, ("two ranks", cell)
         assert expected is not None and expected[0] != expected[1]
         for folder, own in zip((folders["plain"], folders["new"]), expected, strict=True):
             check_trainer(folder, in_precision(select(name), precision, torch.device("cpu")), own)  # type: ignore[arg-type]

@@ -72,7 +72,10 @@ def make_components(
     step_costs = StepCosts(speculative.default_limit(weights.device.type)) if speculative is not None and speculative.measures_costs else None
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
-        sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
+        sizes = {
+            "num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype,
+            "state_rows": settings.max_num_seqs,
+        }  # fmt: skip
         ranks.run("allocate", sizes, lambda: None)
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -97,8 +97,9 @@ class ModelRunner:
         layers = () if self._reader is None else self._reader.head.state_layers
         aux = AuxHiddenStates(layers) if layers else None
         needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
-        hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
-        copy_states(self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
+        state_copies = [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]]
+        hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux, state_copies)
+        copy_states(self.caches, state_copies)
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
@@ -218,12 +219,16 @@ class ModelRunner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool, aux: AuxHiddenStates | None = None) -> Computed:
-        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already, and alone fills ``aux``."""
+    def _forward(
+        self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool, aux: AuxHiddenStates | None = None,
+        state_copies: Sequence[tuple[int, int]] = (),
+    ) -> Computed:  # fmt: skip
+        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first and ``state_copies`` afterwards; of this rank the caller makes them, and
+        it alone fills ``aux``."""
         own = partial(forward, self.decoder, self.caches, model_input, draws, scores, aux)
         if self.ranks is None:
             return own()
-        meta, blobs = encode_step(moves, model_input, draws, scores)
+        meta, blobs = encode_step(moves, model_input, draws, scores, state_copies)
         return self.ranks.run("step", meta, own, blobs)
 
     # -- the tokens ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tandem.engine.executor.model_input import input_to_device
 from tandem.engine.executor.rank_weights import RankWeights
 from tandem.engine.executor.ranks import RankSettings
 from tandem.engine.executor.step_message import decode_step
-from tandem.engine.kv_cache.cache_tensors import apply_moves, host_pool, make_cache
+from tandem.engine.kv_cache.cache_tensors import apply_moves, copy_states, host_pool, make_cache
 from tandem.kernels import CacheLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
@@ -75,7 +75,7 @@ class RankWorker:
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """Allocates the KV cache and its swap space."""
-        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"])
+        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"], int(meta["state_rows"]))
         self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
@@ -87,6 +87,8 @@ class RankWorker:
         with torch.inference_mode():
             apply_moves(self.caches, self.host, step.moves)
         self.hidden = forward(self.decoder, self.caches, batch, step.draws, step.scores).hidden
+        with torch.inference_mode():
+            copy_states(self.caches, step.state_copies)
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:

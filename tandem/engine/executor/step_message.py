@@ -1,6 +1,7 @@
 """A step as a call to the other ranks: its tensors are blobs by name, everything else is meta."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class StepMessage:
         batch: The step's tensors, without adapters.
         draws: Whether logits are computed.
         scores: Whether the hidden states are kept for log-probabilities of prompts.
+        state_copies: Rows of states copied after the step (see ``copy_states``).
         adapted: Rows [R] and bounds [S + 1] of a ``LoraBatch``; ``None``: no row has an adapter.
     """
 
@@ -34,31 +36,32 @@ class StepMessage:
     batch: ModelInput
     draws: bool
     scores: bool
+    state_copies: list[tuple[int, int]]
     adapted: tuple[Tensor, Tensor] | None
 
 
-def encode_step(moves: Moves, batch: ModelInput, draws: bool, scores: bool) -> tuple[dict[str, Any], Blobs]:
+def encode_step(moves: Moves, batch: ModelInput, draws: bool, scores: bool, state_copies: Sequence[tuple[int, int]] = ()) -> tuple[dict[str, Any], Blobs]:
     """Returns meta and blobs of the call ``step``."""
     paged, lora = batch.paged, batch.lora
     tensors: dict[str, Tensor | None] = {
-        "tokens": batch.tokens, "positions": batch.positions, "slots": paged.slots, "logit_rows": batch.logit_rows,
+        "tokens": batch.tokens, "positions": batch.positions, "slots": paged.slots, "state_rows": paged.state_rows, "logit_rows": batch.logit_rows,
         "adapter_rows": None if lora is None else lora.rows, "adapter_bounds": None if lora is None else lora.bounds,
         "query_start": paged.query_start, "context_lens": paged.context_lens, "block_tables": paged.block_tables,
     }  # fmt: skip
     # A frame's payload is aligned to 16 bytes, so blobs of 8-byte numbers before those of 4 keep every tensor aligned.
     blobs = {name: _to_bytes(tensor, _dtype(name)) for name, tensor in tensors.items() if tensor is not None}
-    return {"moves": moves, "width": paged.block_tables.shape[1], "draws": draws, "scores": scores}, blobs
+    return {"moves": moves, "width": paged.block_tables.shape[1], "draws": draws, "scores": scores, "state_copies": state_copies}, blobs
 
 
 def decode_step(meta: Meta, blobs: Blobs) -> StepMessage:
     """Decodes what ``encode_step`` returned. The tensors share the memory of ``blobs``, which must be writable."""
     tensors = {name: _from_bytes(blob, _dtype(name)) for name, blob in blobs.items()}
     tables = tensors["block_tables"].view(-1, meta["width"])
-    paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"])
+    paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"], tensors.get("state_rows"))
     moves = Moves(*([BlockCopy(*pair) for pair in pairs] for pairs in meta["moves"]))
     batch = ModelInput(tensors["tokens"], tensors["positions"], paged, tensors.get("logit_rows"))
     adapted = (tensors["adapter_rows"], tensors["adapter_bounds"]) if "adapter_rows" in tensors else None
-    return StepMessage(moves, batch, meta["draws"], meta["scores"], adapted)
+    return StepMessage(moves, batch, meta["draws"], meta["scores"], [(source, target) for source, target in meta["state_copies"]], adapted)
 
 
 def _dtype(name: str) -> torch.dtype:

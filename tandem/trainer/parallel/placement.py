@@ -45,8 +45,8 @@ def placement(model: Decoder, name: str) -> Placement:
         # Every rank computes the compressed vectors of its part of the residual stream.
         return Placement(residual, "tokens")
     if ".linear_attention." in name:
-        # Every rank computes it for its own tokens.
-        return Placement(residual, "tokens")
+        # Every rank computes its own heads, for which it reads some rows of the convolution; all heads have one norm.
+        return Placement("partial" if name.endswith((".convolution", ".norm")) else "shard", "tokens")
     if is_adapter_parameter(name):
         # The second matrix is sharded as the rows of the weight are, and the first as its columns.
         is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj\.", name) is not None
