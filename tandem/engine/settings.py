@@ -72,7 +72,7 @@ def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name
 
 def check_states(args: EngineArgs, shapes: ModelShapes) -> None:
     """Raises ``UserError`` for an option that needs the states of linear attention to go back or elsewhere."""
-    asked = {"speculative_config": args.speculative_config is not None, "swap_space": args.swap_space > 0, "enable_lora": args.enable_lora}
+    asked = {"speculative_config": args.speculative_config is not None, "swap_space": args.swap_space > 0}
     for name, is_on in asked.items():
         if is_on and shapes.linear_attention is not None:
             raise UserError(f"engine {name} is set, which a {shapes.architecture} model with layers of linear attention does not support; leave it out")

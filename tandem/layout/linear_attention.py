@@ -5,12 +5,11 @@ Yang et al. (2024), "Gated Delta Networks", arXiv 2412.06464: a head keeps a mat
 
 from dataclasses import dataclass, fields, replace
 
+from tandem.config.lora import LINEAR_ATTENTION_MODULES
 from tandem.layout.latent_attention import AttentionMatrix
 
-OUTPUT = "out_proj"
-"""The matrix that writes to the residual stream."""
-PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
-"""The matrices before it."""
+PROJECTIONS, OUTPUT = LINEAR_ATTENTION_MODULES[:-1], LINEAR_ATTENTION_MODULES[-1]
+"""The matrices of a layer, and the last of them, which writes to the residual stream."""
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 

@@ -41,6 +41,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_?layernorm\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.([qkv]|q_b|kv_b)|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.linear_attn\.in_proj_(qkvz|ba)\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.linear_attn\.out_proj\.lora_A\.weight", "row", 1),
+    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_(qkvz|ba)\.lora_A|out_proj\.lora_B)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.lora_[AB]\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_(qkvz|ba)\.weight|dt_bias|A_log)", "column", 0),
@@ -56,7 +59,7 @@ EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
 )  # fmt: skip
 """Placement and axis of a mixture's matrices by the field of ``ExpertNames`` that has the family's name for them."""
 
-_OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "down") for kind in ("bias", "lora_B.weight"))
+_OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "out", "down") for kind in ("bias", "lora_B.weight"))
 """Parameters beside a ``row`` placement with an axis of its outputs."""
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 """Parameters of which each rank holds the rows of its heads, where heads have rows of their own."""

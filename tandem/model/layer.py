@@ -91,7 +91,8 @@ class Layer(nn.Module):
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         if shapes.lora is not None:
             attention = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
-            into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
+            other = self.linear_attention or self.latent
+            into = (attention,) if other is None else ((linear.rows,) for linear in other.linears())
             for matrix, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
                 matrix.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 

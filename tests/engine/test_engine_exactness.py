@@ -118,7 +118,7 @@ def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., P
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
     asked: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("ngram", {}, "speculative_config"), ("none", {"speculative_config": {"method": "mtp"}}, "speculative_config"),
-        ("none", {"swap_space": 0.1}, "swap_space"), ("none", {"enable_lora": True}, "enable_lora"),
+        ("none", {"swap_space": 0.1}, "swap_space"),
     )  # fmt: skip
     for speculation, settings, name in asked:
         with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):

@@ -84,7 +84,7 @@ CASES = [
     pytest.param(2, "1f1b", 1, (), GEMMA, id="2 ranks, caps and norms from one", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GPT_OSS, id="2 ranks, sinks and biases of experts", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), COHERE, id="2 ranks, attention and MLP side by side", marks=pytest.mark.full),
-    pytest.param(2, "1f1b", 1, (), QWEN3_NEXT, id="2 ranks, linear attention on the first, softmax attention on the second"),
+    pytest.param(2, "1f1b", 1, (), QWEN3_NEXT, id="2 ranks, linear attention on the first, softmax attention on the second", marks=pytest.mark.full),
     pytest.param(4, "1f1b", 1, (), HYBRID, id="4 ranks, a layer of linear or softmax attention each", marks=pytest.mark.full),
     pytest.param(2, "interleaved", 2, (), HYBRID, id="2 ranks, interleaved, linear attention", marks=pytest.mark.full),
 ]

@@ -48,6 +48,7 @@ def trained(here: RankContext, case: Case) -> Trained:
 
 
 FAST = {(LLAMA, False, False), (LLAMA, True, False), (LLAMA, True, True), (QWEN3, True, False), (QWEN3_MOE, False, True), (QWEN3_MOE, True, False)}
+FAST |= {(QWEN3_NEXT, False, False)}
 CASES = [
     pytest.param(Case(shapes, deterministic=deterministic, sequence=sequence), marks=[] if (shapes, sequence, deterministic) in FAST else FULL)
     for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE, QWEN3_NEXT, *DEEPSEEK)
