@@ -10,6 +10,8 @@ from tandem.layout.latent_attention import AttentionMatrix
 
 PROJECTIONS, OUTPUT = LINEAR_ATTENTION_MODULES[:-1], LINEAR_ATTENTION_MODULES[-1]
 """The matrices of a layer, and the last of them, which writes to the residual stream."""
+CHUNK_TOKENS = 64
+"""Tokens that are computed at once where the recurrence is computed in chunks (transformers, flash-linear-attention)."""
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -58,6 +60,12 @@ class LinearAttention:
     def state_bytes(self) -> int:
         """The bytes that a layer keeps of a sequence, in fp32."""
         return 4 * self.state_numbers
+
+    @property
+    def token_flops(self) -> int:
+        """The operations of the recurrence and the convolution of a token in a forward pass: a head's matrix is read for the key, corrected, and read for
+        the query."""
+        return 6 * self.num_value_heads * self.key_head_dim * self.value_head_dim + 2 * self.kernel_size * self.mixed_size
 
     def matrices(self, hidden: int) -> tuple[AttentionMatrix, ...]:
         """Returns the matrices of a layer in the order of the forward pass. Those before the output have their rows by key head, each with its value heads."""
