@@ -13,6 +13,8 @@ LINEAR_MODULES = (*ATTENTION_MODULES, *MLP_MODULES)
 """The matrices of a layer that an adapter can change, by the names of PEFT's ``target_modules``, in the order of a model's folder."""
 LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Those of a layer with latent attention (DeepSeek), beside q_proj, where queries are not compressed, and o_proj."""
+LINEAR_ATTENTION_MODULES = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+"""Those of a layer with linear attention (Qwen3-Next)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class LoraConfig:
     """The adapter's output is multiplied by `alpha` / `rank` (PEFT: `lora_alpha`)."""
     target_modules: tuple[str, ...] = LINEAR_MODULES
     """The matrices with an adapter, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; by default all of them. Those of
-    experts have none. In a model with latent attention `q_a_proj` and `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `kv_b_proj` and `o_proj`."""
+    experts have none. In a model with latent attention `q_a_proj` and `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `kv_b_proj` and `o_proj`. In
+    layers with linear attention `in_proj_qkvz`, `in_proj_ba` and `out_proj`."""
     quantization: Literal["none", "nf4", "int4"] = "none"
     """Keep the matrices of the layers that stay as they are in 4 bits, in the trainer and in the engine, and decode them where they are multiplied
     (QLoRA; Dettmers et al., 2023). `nf4`: 4-bit NormalFloat with a scale for every 64 weights; `int4`: whole numbers with a scale and a zero for every 128.
@@ -49,7 +52,7 @@ class LoraConfig:
         if not self.target_modules:
             raise UserError("'trainer.lora.target_modules' is empty, so that nothing would be trained; name at least one, or leave the key out for all")
         for name in self.target_modules:
-            if name not in LINEAR_MODULES and name not in LATENT_MODULES:
-                raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join((*LINEAR_MODULES, *LATENT_MODULES))}")
+            if name not in (supported := (*LINEAR_MODULES, *LATENT_MODULES, *LINEAR_ATTENTION_MODULES)):
+                raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join(supported)}")
             if self.target_modules.count(name) > 1:
                 raise UserError(f"'trainer.lora.target_modules' has '{name}' twice; name each once")

@@ -30,6 +30,6 @@ def row_bytes(max_model_len: int) -> int:
 
 def lora_bytes(shapes: ModelShapes, args: EngineArgs) -> int:
     """Returns the bytes of ``max_loras`` adapters of ``max_lora_rank`` on every matrix of a layer."""
-    hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    sides = (hidden + shapes.qkv_size) + (shapes.query_size + hidden) + 3 * (hidden + inner)
-    return 4 * args.max_loras * (shapes.num_hidden_layers * args.max_lora_rank * sides + 64)
+    hidden, inner, layers = shapes.hidden_size, shapes.intermediate_size, range(shapes.num_hidden_layers)
+    of_attention = sum(matrix.inputs + matrix.outputs for layer in layers for matrix in shapes.matrices_of_attention(layer))
+    return 4 * args.max_loras * (args.max_lora_rank * (of_attention + len(layers) * 3 * (hidden + inner)) + 64)

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.estimate.model_bytes import DTYPE_BYTES, kv_bytes_per_token
-from tandem.estimate.training.memory_bound import layer_bytes
+from tandem.estimate.model_bytes import DTYPE_BYTES, kv_bytes_per_token, state_bytes
+from tandem.estimate.training.memory_bound import GATED, layer_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
 
 ELEMENT_BYTES = 2
 """Of the elements that ``memory_bound.layer_bytes`` counts."""
+RECURRENCE_SHARE, RECURRENCE_BACKWARD = 0.25, 6.0
+"""Measured on one core with heads of 64 and 128 numbers: the share of the products' rate at which the gated delta rule is computed token by token, and how many
+times as long as its forward pass its backward pass takes, which computes the states two more times."""
 
 
 class Product(NamedTuple):
@@ -82,7 +85,9 @@ def generation_work(
     for product, times in forward_products(shapes, rows, total / rows, with_head=False).items():
         products[product] = products.get(product, 0.0) + times
     read = steps * running * (prompt_tokens + completion_tokens / 2) * kv_bytes_per_token(shapes, dtype)
-    return Work(products, _attention_flops(shapes, total, prompt_tokens), read)
+    read += steps * running * 2 * state_bytes(shapes)
+    recurrent = recurrence_flops(shapes, total + steps * running, 1)
+    return Work(products, _attention_flops(shapes, total, prompt_tokens) + recurrent, read)
 
 
 def training_work(
@@ -97,7 +102,8 @@ def training_work(
     if (forward := passes - 3 * backward) > 0:
         for product, times in forward_products(shapes, rows, forward * tokens / rows, with_head=shapes.language_head).items():
             products[product] = products.get(product, 0.0) + times
-    return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens), moved)
+    recurrent = recurrence_flops(shapes, tokens, passes - 3 * backward, backward)
+    return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens) + recurrent, moved)
 
 
 def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0) -> float:
@@ -107,8 +113,12 @@ def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0
     for layer in range(shapes.num_hidden_layers):
         experts = shapes.experts_of(layer)
         inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
-        rotated = shapes.query_size + shapes.key_value_size
+        linear = shapes.linear_attention_of(layer)
+        rotated = shapes.query_size + shapes.key_value_size if linear is None else 0
         total += sum(layer_bytes(1, stream_shares, shapes.hidden_size, rotated, inner, shapes.gated_mlp or experts is not None, True))
+        if linear is not None:
+            # Of each tap of the convolution, and of its activation; its gradients are of the same kernels, backward.
+            total += 3 * ELEMENT_BYTES * (7 * linear.kernel_size + 6) * linear.mixed_size + sum(GATED) * linear.value_size
     return total * each / ELEMENT_BYTES / 3
 
 
@@ -122,8 +132,11 @@ def forward_products(shapes: ModelShapes, rows: int, times: float, with_head: bo
         products[product] = products.get(product, 0.0) + count * times
 
     for layer in range(shapes.num_hidden_layers):
-        add(rows, shapes.qkv_size, hidden, 1)
-        add(rows, hidden, shapes.query_size, 1)
+        for matrix in shapes.matrices_of_attention(layer) if shapes.latent is None else ():
+            add(rows, matrix.outputs, matrix.inputs, 1)
+        if shapes.latent is not None:
+            add(rows, shapes.qkv_size, hidden, 1)
+            add(rows, hidden, shapes.query_size, 1)
         experts, inner, each, visited = shapes.experts_of(layer), shapes.intermediate_size, rows, 1
         if experts is not None:
             visited = min(experts.num_experts, rows * experts.num_experts_per_tok)
@@ -139,5 +152,16 @@ def forward_products(shapes: ModelShapes, rows: int, times: float, with_head: bo
 def _attention_flops(shapes: ModelShapes, tokens: float, context: float) -> float:
     """Returns the operations of causal attention: two products of each token with the half of its context that lies before it."""
     return sum(
-        4 * tokens * shapes.query_size * min(context / 2, shapes.window(layer) or context) for layer in range(shapes.num_hidden_layers)
+        4 * tokens * shapes.query_size * min(context / 2, shapes.window(layer) or context)
+        for layer in range(shapes.num_hidden_layers)
+        if shapes.linear_attention_of(layer) is None
     )
+
+
+def recurrence_flops(shapes: ModelShapes, tokens: float, forward: float, pairs: float = 0.0) -> float:
+    """Returns the operations of attention that layers with linear attention are worth, of ``forward`` passes over ``tokens`` and of ``pairs`` of a forward and a
+    backward pass."""
+    if shapes.linear_attention is None:
+        return 0.0
+    each = len(shapes.linear_attention.layers) * shapes.linear_attention.token_flops / RECURRENCE_SHARE
+    return tokens * each * (forward + pairs * (1 + RECURRENCE_BACKWARD))

@@ -25,14 +25,15 @@ def matrix_parameters(shapes: ModelShapes) -> int:
 
 def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = False) -> int:
     """Returns the operations of the forward and the backward pass of sequences of ``lengths`` tokens, each of which attends to its own
-    tokens. ``absorbed``: latent attention multiplies with compressed vectors, as Tandem's trainer does, instead of expanded keys and values; the matrix within
+    tokens; a layer with linear attention has as many for each token, however many are before it. ``absorbed``: latent attention multiplies with compressed vectors, as Tandem's trainer does, instead of expanded keys and values; the matrix within
     heads is multiplied with as many numbers in both forms."""
     matrices, total = matrix_parameters(shapes), 0
-    attended = shapes.query_size + shapes.attended_size
+    attended, linear = shapes.query_size + shapes.attended_size, shapes.linear_attention
+    recurrent = 0 if linear is None else 3 * len(linear.layers) * linear.token_flops
     if absorbed and shapes.latent is not None:
         attended = shapes.num_attention_heads * shapes.latent.absorbed_size
     for length in lengths:
         seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers) if shapes.linear_attention_of(layer) is None)
         # 12 L H Q T where queries, keys and values have heads of one size.
-        total += length * (6 * matrices + 6 * attended * seen)
+        total += length * (6 * matrices + 6 * attended * seen + recurrent)
     return total

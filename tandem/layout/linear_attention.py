@@ -3,14 +3,15 @@
 Yang et al. (2024), "Gated Delta Networks", arXiv 2412.06464: a head keeps a matrix in place of keys and values, which each token decays and corrects.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from tandem.config.lora import LINEAR_ATTENTION_MODULES
 from tandem.layout.latent_attention import AttentionMatrix
 
-OUTPUT = "out_proj"
-"""The matrix that writes to the residual stream."""
-PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
-"""The matrices before it."""
+PROJECTIONS, OUTPUT = LINEAR_ATTENTION_MODULES[:-1], LINEAR_ATTENTION_MODULES[-1]
+"""The matrices of a layer, and the last of them, which writes to the residual stream."""
+CHUNK_TOKENS = 64
+"""Tokens that are computed at once where the recurrence is computed in chunks (transformers, flash-linear-attention)."""
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -60,13 +61,29 @@ class LinearAttention:
         """The bytes that a layer keeps of a sequence, in fp32."""
         return 4 * self.state_numbers
 
+    @property
+    def token_flops(self) -> int:
+        """The operations of the recurrence and the convolution of a token in a forward pass: a head's matrix is read for the key, corrected, and read for
+        the query."""
+        return 6 * self.num_value_heads * self.key_head_dim * self.value_head_dim + 2 * self.kernel_size * self.mixed_size
+
     def matrices(self, hidden: int) -> tuple[AttentionMatrix, ...]:
-        """Returns the matrices of a layer in the order of the forward pass; none is divided by heads."""
+        """Returns the matrices of a layer in the order of the forward pass. Those before the output have their rows by key head, each with its value heads."""
         into = (self.mixed_size + self.value_size, 2 * self.num_value_heads)
         return (
-            *(AttentionMatrix(name, rows, hidden, False) for name, rows in zip(PROJECTIONS, into, strict=True)),
+            *(AttentionMatrix(name, rows, hidden, True) for name, rows in zip(PROJECTIONS, into, strict=True)),
             AttentionMatrix(OUTPUT, hidden, self.value_size, False),
         )
+
+    def of_one_rank(self, ranks: int) -> "LinearAttention":
+        """Returns the sizes on one of ``ranks`` tensor-parallel ranks, which divide the key heads, each with its value heads."""
+        return replace(self, num_key_heads=self.num_key_heads // ranks, num_value_heads=self.num_value_heads // ranks)
+
+    def channels(self, rank: int, ranks: int) -> tuple[slice, slice, slice]:
+        """Returns the rows of the convolution of all heads that tensor-parallel ``rank`` of ``ranks`` computes with: of queries, of keys and of values."""
+        keys, values = self.key_size // ranks, self.value_size // ranks
+        starts = (rank * keys, self.key_size + rank * keys, 2 * self.key_size + rank * values)
+        return tuple(slice(start, start + size) for start, size in zip(starts, (keys, keys, values), strict=True))  # type: ignore[return-value]
 
     def parameters(self, hidden: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Returns names in the Hugging Face folder, after ``model.layers.N.linear_attn.``, and shapes of all parameters of a layer."""

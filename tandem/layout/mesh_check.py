@@ -19,16 +19,16 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
             raise UserError("'parallel.zero' is 3, and a module of transformers (model.implementation) has whole weights on every rank; set it to 2")
     if tensor > 1 and shapes.qk_norm_all_heads:
         raise UserError(f"'parallel.tensor' is {tensor}; this {shapes.architecture} model has norms of queries and keys over all heads: leave it at 1")
-    if shapes.linear_attention is not None:
-        for name in ("tensor", "context", "pipeline", "expert"):
-            if getattr(parallel, name) > 1:
-                raise UserError(
-                    f"'parallel.{name}' is {getattr(parallel, name)}; this {shapes.architecture} model has layers with linear attention, which are not "
-                    "divided: leave it at 1, and use parallel.data with parallel.zero"
-                )
+    if parallel.context > 1 and shapes.linear_attention is not None:
+        raise UserError(
+            f"'parallel.context' is {parallel.context}; this {shapes.architecture} model has layers with linear attention, whose states a sequence hands "
+            "from token to token: leave it at 1, and use parallel.data, tensor or pipeline"
+        )
     counts = {"num_attention_heads": shapes.num_attention_heads}
     if not repeats_heads or tensor % shapes.num_key_value_heads:
         counts["num_key_value_heads"] = shapes.num_key_value_heads
+    if shapes.linear_attention is not None:
+        counts["linear attention's num_key_heads"] = shapes.linear_attention.num_key_heads
     if experts is None or experts.dense_layers:
         counts["intermediate_size"] = shapes.intermediate_size
     if experts is not None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tandem.config.lora import ATTENTION_MODULES, LATENT_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
+from tandem.config.lora import ATTENTION_MODULES, LATENT_MODULES, LINEAR_ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
 from tandem.layout.latent_attention import WITHIN_HEADS, AttentionMatrix, LatentAttention
-from tandem.layout.linear_attention import OUTPUT, PROJECTIONS, LinearAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
 
@@ -252,7 +252,7 @@ class ModelShapes:
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
-            own = "q, k, v and o_proj" if self.latent is None else " and ".join(self._adaptable)
+            own = "q, k, v and o_proj" if self._adaptable == ATTENTION_MODULES else " and ".join(self._adaptable)
             raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to {own} only")
         if self.lora is not None and (others := [m for m in self.lora.target_modules if m not in self._adaptable and m not in MLP_MODULES]):
             raise ValueError(f"model has no matrix '{others[0]}'; set target_modules to some of {', '.join(self._adaptable)}")
@@ -260,7 +260,9 @@ class ModelShapes:
     @property
     def _adaptable(self) -> tuple[str, ...]:
         """The matrices of a layer's attention that an adapter can change."""
-        return ATTENTION_MODULES if self.latent is None else tuple(matrix.name for matrix in self.attention_matrices)
+        if self.latent is not None:
+            return tuple(matrix.name for matrix in self.attention_matrices)
+        return (*ATTENTION_MODULES, *(() if self.linear_attention is None else LINEAR_ATTENTION_MODULES))
 
     def _check_linear_attention(self, linear: LinearAttention) -> None:
         if list(linear.layers) != sorted(set(linear.layers) & set(range(self.num_hidden_layers))) or len(linear.layers) == self.num_hidden_layers:
@@ -268,8 +270,6 @@ class ModelShapes:
                 f"model linear attention's layers are {list(linear.layers)}; they must be some of 0 to {self.num_hidden_layers - 1}, ascending, and leave "
                 "one to softmax attention"
             )
-        if self.lora is not None:
-            raise ValueError("model has layers with linear attention, which can have no adapter; leave trainer.lora out")
 
     def _check_experts(self, experts: ExpertShapes) -> None:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -478,12 +478,15 @@ class ModelShapes:
 
     def attention_weights(self, layer: int) -> int:
         """Returns the weights of the attention in ``layer`` that a token is multiplied with."""
+        return sum(each.outputs * each.inputs for each in self.matrices_of_attention(layer))
+
+    def matrices_of_attention(self, layer: int) -> tuple[AttentionMatrix, ...]:
+        """Returns the matrices of the softmax or linear attention in ``layer``, in the order in which a token meets them."""
         linear = self.linear_attention_of(layer)
-        return sum(each.outputs * each.inputs for each in (self.attention_matrices if linear is None else linear.matrices(self.hidden_size)))
+        return self.attention_matrices if linear is None else linear.matrices(self.hidden_size)
 
 
 _OF_ATTENTION = (*ATTENTION_MODULES, *LATENT_MODULES)
-_OF_LINEAR_ATTENTION = (*PROJECTIONS, OUTPUT)
 MOST_TENSORS = 2**20
 """A safetensors file names its tensors in a header of at most 100 MB, with about 100 bytes for each."""
 
@@ -525,7 +528,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if linear is None:
             yield from _attention_parameters(shapes, at, hidden)
         else:
-            yield from (Parameter(f"{at}linear_attn.{name}", shape) for name, shape in linear.parameters(hidden))
+            yield from _linear_attention_parameters(shapes, linear, at, hidden)
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)
@@ -559,23 +562,23 @@ def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
 
 def matrix_name(layer: int, module: str) -> str:
     """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
-    kind = "self_attn" if module in _OF_ATTENTION else "linear_attn" if module in _OF_LINEAR_ATTENTION else "mlp"
+    kind = "self_attn" if module in _OF_ATTENTION else "linear_attn" if module in LINEAR_ATTENTION_MODULES else "mlp"
     return f"model.layers.{layer}.{kind}.{module}"
 
 
 def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
     """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
     experts = shapes.experts_of(layer)
-    if experts is None or module in (*_OF_ATTENTION, *_OF_LINEAR_ATTENTION):
+    if experts is None or module in (*_OF_ATTENTION, *LINEAR_ATTENTION_MODULES):
         return matrix_name(layer, module)
     return f"model.layers.{layer}.{experts.names.shared}.{module}"
 
 
 def linear_matrices(shapes: ModelShapes) -> set[str]:
-    """Returns the names, without ``.weight``, of the layers' matrices that may be quantized; experts have none, nor has the one that latent attention
-    multiplies head by head."""
-    modules = LINEAR_MODULES if shapes.latent is None else (*(name for name in LATENT_MODULES if name != WITHIN_HEADS), *LINEAR_MODULES)
-    return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in modules}
+    """Returns the names, without ``.weight``, of the layers' matrices that may be quantized, those of layers of all kinds; experts have none but the shared
+    ones, nor has the one that latent attention multiplies head by head."""
+    modules = (*(name for name in LATENT_MODULES if name != WITHIN_HEADS), *LINEAR_ATTENTION_MODULES, *LINEAR_MODULES)
+    return {linear_name(shapes, layer, module) for layer in range(shapes.num_hidden_layers) for module in modules}
 
 
 def is_of_adapter(name: str) -> bool:
@@ -611,6 +614,13 @@ def _projection_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterato
         if shapes.attention_bias:
             yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
         yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, hidden)
+
+
+def _linear_attention_parameters(shapes: ModelShapes, linear: LinearAttention, at: str, hidden: int) -> Iterator[Parameter]:
+    for name, shape in linear.parameters(hidden):
+        yield Parameter(f"{at}linear_attn.{name}", shape)
+        if len(shape) == 2:
+            yield from _adapter_parameters(shapes, f"{at}linear_attn.{name.removesuffix('.weight')}", *shape)
 
 
 def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hidden: int) -> Iterator[Parameter]:

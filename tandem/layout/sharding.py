@@ -41,10 +41,15 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_?layernorm\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.([qkv]|q_b|kv_b)|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.linear_attn\.in_proj_(qkvz|ba)\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.linear_attn\.out_proj\.lora_A\.weight", "row", 1),
+    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_(qkvz|ba)\.lora_A|out_proj\.lora_B)\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.lora_[AB]\.weight", "replicated", None),
-    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj|conv1d|norm)\.weight", "replicated", None),
-    Rule(r"model\.layers\.\d+\.linear_attn\.(dt_bias|A_log)", "replicated", None),
+    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_(qkvz|ba)\.weight|dt_bias|A_log)", "column", 0),
+    Rule(r"model\.layers\.\d+\.linear_attn\.out_proj\.weight", "row", 1),
+    # The channels of a rank's heads are three runs of the convolution's rows, which are few: every rank has them all.
+    Rule(r"model\.layers\.\d+\.linear_attn\.(conv1d|norm)\.weight", "replicated", None),
     Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 
@@ -54,7 +59,7 @@ EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
 )  # fmt: skip
 """Placement and axis of a mixture's matrices by the field of ``ExpertNames`` that has the family's name for them."""
 
-_OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "down") for kind in ("bias", "lora_B.weight"))
+_OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "out", "down") for kind in ("bias", "lora_B.weight"))
 """Parameters beside a ``row`` placement with an axis of its outputs."""
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 """Parameters of which each rank holds the rows of its heads, where heads have rows of their own."""
@@ -113,8 +118,8 @@ class ShardSpec:
             counts["the shared experts' intermediate_size"] = shapes.experts.shared_intermediate_size
         if size > 1 and shapes.qk_norm_all_heads:
             raise ValueError(f"the model's norms of queries and keys are over all heads, which are not divided over {where}; use 1")
-        if size > 1 and shapes.linear_attention is not None:
-            raise ValueError(f"the model's layers with linear attention are not divided over {where}; use 1")
+        if shapes.linear_attention is not None:
+            counts["linear attention's num_key_heads"] = shapes.linear_attention.num_key_heads
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} is not divisible by {where}")
@@ -145,6 +150,7 @@ def local_shapes(shapes: ModelShapes, shard_spec: ShardSpec) -> ModelShapes:
         num_attention_heads=shapes.num_attention_heads // shard_spec.size,
         num_key_value_heads=max(1, shapes.num_key_value_heads // shard_spec.size),
         intermediate_size=shapes.intermediate_size // shard_spec.size,
+        linear_attention=shapes.linear_attention and shapes.linear_attention.of_one_rank(shard_spec.size),
         experts=experts and replace(
             experts, intermediate_size=experts.intermediate_size // shard_spec.size,
             shared_intermediate_size=experts.shared_intermediate_size // shard_spec.size,

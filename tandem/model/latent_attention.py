@@ -15,7 +15,7 @@ from tandem.kernels.latent_cache import write_rows
 from tandem.layout.latent_attention import NORM_EPS
 from tandem.model.attention import AttentionLayer, PagedContext, attend_packed
 from tandem.model.latent_projections import LatentWeights
-from tandem.model.lora import LoraLayer, LowRank, add_lora
+from tandem.model.lora import LoraLayer
 
 if TYPE_CHECKING:
     from tandem.model.layer_pass import LayerBatch
@@ -31,16 +31,16 @@ def latent_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Latent
     positions, cos_sin, order = batch.rotations[layer.rotation]
     nope, rope, rank = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.kv_lora_rank
     changes = _UNCHANGED if batch.lora is None else batch.lora.layers[layer.index]
-    row = _linear(batch, x, weights.kv_a, weights.kv_a_bias, changes.kv_a)
+    row = batch.adapted(x, weights.kv_a, weights.kv_a_bias, changes.kv_a)
     row = torch.cat((kernels.rms_norm(row[:, :rank].contiguous(), weights.kv_a_norm, NORM_EPS), row[:, rank:]), dim=1)
     if weights.q_a is None:
-        q, row = _linear(batch, batch.collectives.enter(x), weights.queries, None, changes.qkv), batch.collectives.enter(row)
+        q, row = batch.adapted(batch.collectives.enter(x), weights.queries, None, changes.qkv), batch.collectives.enter(row)
     else:
         assert weights.q_a_norm is not None
-        compressed = kernels.rms_norm(_linear(batch, x, weights.q_a, weights.q_a_bias, changes.q_a), weights.q_a_norm, NORM_EPS)
+        compressed = kernels.rms_norm(batch.adapted(x, weights.q_a, weights.q_a_bias, changes.q_a), weights.q_a_norm, NORM_EPS)
         entered = batch.collectives.enter(torch.cat((compressed, row), dim=1))
         compressed, row = entered.split([compressed.shape[1], row.shape[1]], dim=1)
-        q = _linear(batch, compressed.contiguous(), weights.queries, None, changes.q_b)
+        q = batch.adapted(compressed.contiguous(), weights.queries, None, changes.q_b)
     q = q.view(len(q), heads, nope + rope)
     rotated = torch.cat((q[..., nope:].flatten(1), row[:, rank:]), dim=1)
     rotated = rotated if order is None else rotated.index_select(1, order)
@@ -58,12 +58,6 @@ def latent_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Latent
     else:
         mixed = attend_packed(kernels, layer, q, key.unsqueeze(1), None, context, batch.kv_dtype, rank)
     return _by_head(kernels, mixed, absorbed.values).flatten(1)
-
-
-def _linear(batch: "LayerBatch", x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
-    """Returns the product, with the low-rank update of the rows that have an adapter."""
-    out = batch.linear(x, weight, bias)
-    return out if batch.lora is None else add_lora(batch.kernels, out, x, change, batch.lora)
 
 
 def _by_head(kernels: Any, x: Tensor, weight: Any) -> Tensor:

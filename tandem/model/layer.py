@@ -62,16 +62,17 @@ class Layer(nn.Module):
         rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
         norm = lambda name: Norm((hidden,), dtype, device) if name in shapes.layer_norms else None
         self.input_layernorm = norm("input_layernorm")
-        linear = shapes.linear_attention_of(index)
+        linear = whole.linear_attention_of(index)
         has_own = shapes.latent is None and linear is None
-        self.linear_attention = None if linear is None else LinearAttentionProjections(linear, hidden, dtype, device)
+        self.linear_attention = None if linear is None else LinearAttentionProjections(linear, hidden, dtype, device, shard_spec.rank, shard_spec.size)
         self.qkv_proj = Linear(shapes.qkv_rows, hidden, shapes.attention_bias, dtype, device) if has_own else None
         self.latent = None if shapes.latent is None else LatentProjections(shapes.latent, shapes, dtype, device)
         q_norm, k_norm = (shapes.qk_norm_shapes if linear is None else ()) or ((), ())
         self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
         self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
         self.sinks = nn.Parameter(torch.empty(shapes.num_attention_heads, dtype=dtype, device=device)) if shapes.attention_sinks else None
-        attended, output_bias = (of.attended_size, shapes.output_bias) if linear is None else (linear.value_size, False)
+        own_linear = of.linear_attention_of(index)
+        attended, output_bias = (of.attended_size, shapes.output_bias) if own_linear is None else (own_linear.value_size, False)
         self.o_proj = Linear(rows, attended, output_bias, dtype, device)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
@@ -90,7 +91,8 @@ class Layer(nn.Module):
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         if shapes.lora is not None:
             attention = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
-            into = ((linear.rows,) for linear in self.latent.linears()) if self.latent is not None else (attention,)
+            other = self.linear_attention or self.latent
+            into = (attention,) if other is None else ((linear.rows,) for linear in other.linears())
             for matrix, stacked, own in zip(self.linears(), self.stacks(), (*into, (rows,), (inner, inner), (rows,)), strict=False):
                 matrix.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 

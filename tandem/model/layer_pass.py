@@ -40,6 +40,11 @@ class LayerBatch(NamedTuple):
     fused_mlp: bool
     replayed: Replay | None = None
 
+    def adapted(self, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
+        """Returns the product of ``x[T, K]``, plus the low-rank update of the rows that have an adapter."""
+        out = self.linear(x, weight, bias)
+        return out if self.lora is None else add_lora(self.kernels, out, x, change, self.lora)
+
 
 State = tuple[Tensor | None, Tensor]
 """(x, residual), both [T, H], passed from layer to layer. ``x``: the output of the previous layer that is still to be added to the
@@ -71,17 +76,17 @@ def run_layer(
         normed = x
         x = latent_attention(batch, attention, latent, x)
     elif linear_weights is not None:
-        normed = x
+        x = normed = enter(x)
         x = linear_attention(batch, attention, linear_weights, x)
     else:
         x = normed = enter(x)
-        x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
+        x = linear(x, qkv, qkv_bias) if lora is None else batch.adapted(x, qkv, qkv_bias, changes.qkv)
         x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
         normed = normed.index_select(0, rows) if parallel_blocks else normed
     x = before(x)
-    x = after(linear(x, output, output_bias) if lora is None else _adapted(batch, x, output, output_bias, changes.output))
+    x = after(linear(x, output, output_bias) if lora is None else batch.adapted(x, output, output_bias, changes.output))
     if summed_output_bias is not None:
         x = x + summed_output_bias
     if written is not None:
@@ -102,9 +107,9 @@ def run_layer(
     elif fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         x = kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
     else:
-        x = linear(x, gate_up, gate_up_bias) if lora is None else _adapted(batch, x, gate_up, gate_up_bias, changes.gate_up)
+        x = linear(x, gate_up, gate_up_bias) if lora is None else batch.adapted(x, gate_up, gate_up_bias, changes.gate_up)
         x = before(gate_of(kernels, activation)(x))
-        x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
+        x = after(linear(x, down, down_bias) if lora is None else batch.adapted(x, down, down_bias, changes.down))
         x = x if summed_down_bias is None else x + summed_down_bias
     return (x if written is None else to_residual(kernels, x, written[1], eps, centred)), residual
 
@@ -122,8 +127,3 @@ def to_residual(kernels: Kernels, x: Tensor, written: Written, eps: float, centr
     x = x if written.norm is None else kernels.rms_norm(x, written.norm, eps, centred)
     return x if written.factor == 1.0 else x * written.factor
 
-
-def _adapted(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
-    """Returns the product plus the low-rank update of the rows that have an adapter."""
-    assert batch.lora is not None
-    return add_lora(batch.kernels, batch.linear(x, weight, bias), x, change, batch.lora)

@@ -15,6 +15,7 @@ from tandem.kernels.api import DeltaStates, Kernels, PagedBatch, StateLayer, sum
 from tandem.layout.linear_attention import L2_EPS
 from tandem.model.attention import AttentionLayer, PackedContext, PagedContext, logistic
 from tandem.model.linear_attention_weights import LinearAttentionWeights
+from tandem.model.lora import LoraLayer
 from tandem.model.shared_prompts import gathered_runs_of
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ def linear_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Linear
     kernels, context, sizes = batch.kernels, batch.context, weights.sizes
     assert isinstance(context, PackedContext | PagedContext), "a model with linear attention is not divided over context-parallel ranks"
     groups, repeats = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
-    of_group = batch.linear(x, weights.qkvz, None).view(len(x), groups, -1)
+    changes = LoraLayer() if batch.lora is None else batch.lora.layers[layer.index]
+    of_group = batch.adapted(x, weights.qkvz, None, changes.qkvz).view(len(x), groups, -1)
     values = repeats * sizes.value_head_dim
     q, k, v, z = of_group.split([sizes.key_head_dim, sizes.key_head_dim, values, values], dim=2)
-    b, a = batch.linear(x, weights.ba, None).view(len(x), groups, -1).split([repeats, repeats], dim=2)
+    b, a = batch.adapted(x, weights.ba, None, changes.ba).view(len(x), groups, -1).split([repeats, repeats], dim=2)
     mixed, z = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), z.reshape(-1, sizes.value_head_dim)
     # In at least fp32, as in transformers.
     mixed, b, a = (_wide(each) for each in (mixed, b.flatten(1), a.flatten(1)))
@@ -97,7 +99,7 @@ def _convolved(kernels: Kernels, weights: LinearAttentionWeights, x: Tensor, bou
     token = torch.arange(len(x), device=x.device)
     offset, rows = token - bounds[sequence], torch.cat((x, past.flatten(0, 1)))
     before = len(x) + (sequence + 1) * behind + offset
-    factors = _wide(weights.convolution).squeeze(1).unbind(1)
+    factors = _wide(weights.own_convolution()).unbind(1)
     taps = [rows.index_select(0, torch.where(offset >= back, token, before) - back) for back in range(behind, -1, -1)]
     summed = sum_in_order([tap * factor for tap, factor in zip(taps, factors, strict=True)])
     return kernels.silu_mul(torch.cat((summed, torch.ones_like(summed)), dim=1))

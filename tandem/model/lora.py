@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
+from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
 from tandem.layout.shapes import ModelShapes, matrix_name, parameters
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.layer import STACKED
 
-ALONE = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",))
-"""The matrices of latent attention that are multiplied as others are."""
+ALONE = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), *((name,) for name in PROJECTIONS))
+"""The matrices of latent and of linear attention that are multiplied as others are."""
+_PARTS = (STACKED[0], (*STACKED[1], OUTPUT), *STACKED[2:], *ALONE)
+"""The matrices of each field of ``LoraLayer``: those of them that a layer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class LoraLayer(NamedTuple):
     q_a: LowRank | None = None
     q_b: LowRank | None = None
     kv_a: LowRank | None = None
+    qkvz: LowRank | None = None
+    ba: LowRank | None = None
 
 
 class LoraBatch(NamedTuple):
@@ -78,7 +83,7 @@ def stack(
     layers, whole = [], dict(parameters(shapes))
     for layer in range(shapes.num_hidden_layers):
         fused = {}
-        for name, stacked in zip(LoraLayer._fields, (*STACKED, *ALONE), strict=True):
+        for name, stacked in zip(LoraLayer._fields, _PARTS, strict=True):
             parts = tuple(part for part in stacked if f"{matrix_name(layer, part)}.weight" in whole)
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):
                 names = [f"{matrix_name(layer, part)}.weight" for part in parts]

@@ -11,7 +11,7 @@ import torch
 from draft_heads import eagle3_head, with_predictor
 from engine_matrix import KEYS, MEMORY, PROMPTS, SPECULATION, Completions, before_and_after_an_update, generate
 
-from tandem.config.engine import EngineArgs
+from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.llm import LLM
 from tandem.jobs.checks.check_rl import check_engine_on_model
@@ -110,6 +110,9 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
                 assert llm.engine.stats().num_preemptions > 0 or not MEMORY[cell[1]], "the cache is too large for a preemption"
             expected = completions if expected is None else expected
             assert completions == expected, (name, cell)
+        for cell in (HYBRID_CELLS[1], HYBRID_CELLS[5], HYBRID_CELLS[6]) if name == "cpu" else ():
+            with contextlib.closing(start(folders, *cell, **settings, tensor_parallel_size=2)) as llm:
+                assert before_and_after_an_update(llm, folders) == expected, ("two ranks", cell)
         assert expected is not None and expected[0] != expected[1]
         for folder, own in zip((folders["plain"], folders["new"]), expected, strict=True):
             check_trainer(folder, in_precision(select(name), precision, torch.device("cpu")), own)  # type: ignore[arg-type]
@@ -117,12 +120,10 @@ def test_every_cell_of_a_hybrid_has_the_bits_of_the_trainer(make_folder: Callabl
 
 def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folders = folders_of(make_folder, "qwen3_next", tmp_path)
-    with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model with layers of linear attention does not support; leave"):
-        start(folders, 16, "roomy", "none", enable_lora=True)
     with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model with layers of linear attention does not support"):
         start(folders, 16, "roomy", "mtp")
-    with pytest.raises(UserError, match="engine enable_lora is set, which a qwen3_next model"):
-        check_engine_on_model(EngineArgs(enable_lora=True), read_shapes(folders["plain"]))
+    with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model"):
+        check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig("mtp")), read_shapes(folders["plain"]))
     with pytest.raises(UserError, match=r"engine swap_space is 1e-06 GiB, and a qwen3_next model's states of one sequence take 0.0000 GiB"):
         start(folders, 16, "roomy", "none", swap_space=1e-6)
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):

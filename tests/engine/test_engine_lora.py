@@ -2,14 +2,20 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kernel_cases import named, with_kernels
-from lora_adapters import write_adapter, write_merged
+from lora_adapters import SCALE, write_adapter, write_merged
 
 from tandem import LLM, LoRARequest, SamplingParams
+from tandem.config.lora import ATTENTION_MODULES, LINEAR_ATTENTION_MODULES, LoraConfig
+from tandem.layout.shapes import is_of_adapter, parameters
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.peft_folder import save_adapter
 from tandem.types import UserError
 
 PROMPTS = ["sort 4 1 9 2", "a prompt of 16 ch", "the quick brown fox jumps over the lazy dog", "q"]
@@ -29,7 +35,7 @@ def merged(base: Path, adapter: LoRARequest, to: Path) -> LLM:
 
 @pytest.fixture
 def lora_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
-    return lambda **settings: make_llm(**{"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, **settings})
+    return lambda *model, **settings: make_llm(*model, **{"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, **settings})
 
 
 @pytest.fixture
@@ -179,3 +185,29 @@ def test_adapters_reach_every_rank(lora_llm, adapters, deterministic) -> None:
                 assert mine.raw_logprobs == pytest.approx(other.raw_logprobs, abs=1e-5)
         two.engine.remove_lora("adapter-1")
         assert run(two, PROMPTS[:1], None)[0][0].token_ids == run(one, PROMPTS[:1], None)[0][0].token_ids
+
+
+def hybrid_adapter(folder: Path, base: Path, seed: int) -> LoRARequest:
+    """Writes an adapter of all matrices of softmax and of linear attention."""
+    lora, generator = LoraConfig(3, 3 * SCALE, target_modules=(*ATTENTION_MODULES, *LINEAR_ATTENTION_MODULES)), torch.Generator().manual_seed(seed)
+    shapes = replace(read_shapes(base), lora=lora)
+    tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in parameters(shapes) if is_of_adapter(name)}
+    save_adapter(tensors, shapes, folder, base)
+    return LoRARequest(folder.name, int(folder.name[-1]), str(folder))
+
+
+@pytest.mark.full
+def test_adapters_of_a_hybrid_do_what_merged_weights_do_alone_in_a_batch_and_on_two_ranks(lora_llm, make_folder, tmp_path) -> None:
+    folder = make_folder("qwen3_next")
+    adapters = [hybrid_adapter(tmp_path / f"adapter-{i}", folder, i) for i in (1, 2)]
+    asked, llm = [adapters[0], None, adapters[1], adapters[0]], lora_llm("qwen3_next")
+    without = run(llm, PROMPTS, None, GREEDY)
+    for adapter in adapters:
+        ours = run(llm, PROMPTS, adapter, GREEDY)
+        assert [c.token_ids for (c,) in ours] != [c.token_ids for (c,) in without]
+        expect_alike(ours, run(merged(folder, adapter, tmp_path / f"m{adapter.lora_int_id}"), PROMPTS, None, GREEDY))
+    mixed = run(llm, PROMPTS, asked)
+    for key, (prompt, adapter) in enumerate(zip(PROMPTS, asked, strict=True)):
+        assert run(llm, [prompt], adapter, request_keys=[key]) == [mixed[key]]
+    with contextlib.closing(lora_llm("qwen3_next", tensor_parallel_size=2)) as two:
+        assert run(two, PROMPTS, asked) == mixed

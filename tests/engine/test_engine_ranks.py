@@ -52,7 +52,7 @@ def full(*names: str) -> list[Any]:
 
 OTHERS = full(
     "qwen3", "llama", "mistral", "qwen3_moe", "granite", "smollm3", "phi3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere",
-    "deepseek_v2", "deepseek_v3",
+    "deepseek_v2", "deepseek_v3", "qwen3_next",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architectu
     assert generate(ranks(make_folder(architecture))) == expected
 
 
-SUMMED = full("qwen3", "mixtral", "granite", "smollm3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere", "deepseek_v2", "deepseek_v3")
+SUMMED = full("qwen3", "mixtral", "granite", "smollm3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere", "deepseek_v2", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", *SUMMED])

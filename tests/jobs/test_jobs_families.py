@@ -51,6 +51,20 @@ def test_grpo_trains_a_folder_of_the_family_for_ten_steps_and_generate_reads_the
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"tensor": 2, "deterministic": True}, {"pipeline": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_a_hybrid_on_a_mesh_has_the_bits_of_its_engine_on_two_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    create_model(NewModelConfig("qwen3_next", max_position_embeddings=64, num_experts=4, **sizes), 0, tmp_path / "model")
+    recipe = {
+        "model": {"path": str(tmp_path / "model")}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3}, "parallel": mesh,
+        "rollout": {"prompts_per_step": 4, "max_tokens": 8, "engine": {"tensor_parallel_size": 2}}, "algorithm": {"name": "grpo", "group_size": 4},
+        "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 512}, "run": {"max_steps": 3, "directory": str(tmp_path / "runs")},
+    }  # fmt: skip
+    rows = read_rows(train(recipe, rewards=[early_letters]).directory / "metrics.jsonl")
+    assert len(rows) == 3 and all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 and row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("max_length", [0, 40], ids=["short", "long"])
 def test_engine_and_trainer_of_a_run_have_the_same_longrope_frequencies(max_length: int, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM

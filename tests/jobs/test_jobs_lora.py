@@ -13,9 +13,9 @@ from byte_model import write_byte_model
 from data_runs import command, rows
 from lora_adapters import adapt
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tandem.config.lora import LoraConfig
+from tandem.config.lora import LINEAR_ATTENTION_MODULES, LoraConfig
 from tandem.config.recipe import load_config
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
@@ -50,14 +50,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_recipe(folder: Path, data: Path, parallel: dict[str, Any] | None = None, **lora: Any) -> Path:
+def write_recipe(folder: Path, data: Path, parallel: dict[str, Any] | None = None, dtype: str = "float32", **lora: Any) -> Path:
     adapter = {"rank": LORA.rank, "alpha": LORA.alpha, "target_modules": list(LORA.target_modules), **lora}
     sections = {
         "algorithm": {"name": "sft"},
         "model": {"path": str(data / "model")},
         # Every step takes all examples, so their order does not matter.
         "data": {"train": [{"path": str(data / "pairs")}], "sequence_length": 24, "global_batch_size": len(PAIRS)},
-        "trainer": {"learning_rate": 2.0e-2, "warmup_steps": 2, "weight_decay": 0.1, "micro_batch_tokens": 40, "lora": adapter},
+        "trainer": {"learning_rate": 2.0e-2, "warmup_steps": 2, "weight_decay": 0.1, "micro_batch_tokens": 40, "dtype": dtype, "lora": adapter},
         "checkpoint": {"every_steps": 3, "keep": 2, "asynchronous": False},
         "run": {"max_steps": STEPS, "seed": SEED, "directory": str(folder), "name": "run"},
         "machine": {"threads": 1},
@@ -160,3 +160,53 @@ def test_ranks_train_the_adapter_of_one_process(mesh: dict[str, Any], undisturbe
     expected = load_file(undisturbed / "adapter" / "adapter_model.safetensors")
     for name, tensor in load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").items():
         assert torch.allclose(tensor, expected[name], atol=1e-4), name
+
+
+HYBRID = LoraConfig(rank=4, alpha=12.0, target_modules=("q_proj", "v_proj", "o_proj", *LINEAR_ATTENTION_MODULES))
+
+
+@pytest.fixture(scope="module")
+def hybrid(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as ``data`` is, with a model of two layers of linear attention, one of softmax attention and experts, and the run of one process in it."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "pairs").symlink_to(data / "pairs")
+    config = AutoConfig.for_model(
+        "qwen3_next", vocab_size=len(AutoTokenizer.from_pretrained(data / "model")), hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=10, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, max_position_embeddings=64, initializer_range=0.1, eos_token_id=0, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "model" / name).write_bytes((data / "model" / name).read_bytes())
+    train(load_config(write_recipe(folder, folder, dtype="float64", target_modules=list(HYBRID.target_modules))), progress=False)
+    return folder
+
+
+@pytest.mark.full
+def test_the_merged_model_of_a_hybrid_has_the_loss_of_its_adapter_in_transformers(hybrid: Path) -> None:
+    tokenizer, adapter = AutoTokenizer.from_pretrained(hybrid / "model"), load_file(hybrid / "run" / "adapter" / "adapter_model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(hybrid / "model", dtype=torch.float32)
+    with torch.no_grad():
+        before = summed_loss(plain, tokenizer).item()
+    adapted = adapt(plain.double(), {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.items()}, HYBRID.scale)
+    adapted.set_experts_implementation("eager")  # type: ignore[operator]
+    merged = AutoModelForCausalLM.from_pretrained(hybrid / "run" / "model", dtype=torch.float32)
+    with torch.no_grad():
+        theirs, ours = summed_loss(adapted, tokenizer).item(), summed_loss(merged, tokenizer).item()
+    assert rows(hybrid / "run")[0]["train/loss"] == pytest.approx(before, rel=1e-4)
+    assert ours == pytest.approx(theirs, rel=1e-3) and ours < 0.7 * before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2}, {"tensor": 2, "deterministic": False}, {"pipeline": 2}, {"data": 2, "zero": 2}, {"data": 2, "expert": 2}], ids=str
+)
+def test_ranks_train_the_adapter_of_a_hybrid_as_one_process_does(mesh: dict[str, Any], hybrid: Path, tmp_path: Path) -> None:
+    train(load_config(write_recipe(tmp_path, hybrid, mesh, "float64", target_modules=list(HYBRID.target_modules))), progress=False)
+    for ours, theirs in zip(rows(tmp_path / "run"), rows(hybrid / "run"), strict=True):
+        assert all(ours[name] == pytest.approx(theirs[name], rel=1e-9) for name in ("train/loss", "actor/grad_norm"))
+    found, expected = (load_file(folder / "run" / "adapter" / "adapter_model.safetensors") for folder in (tmp_path, hybrid))
+    assert found.keys() == expected.keys() and any("linear_attn.out_proj" in name for name in found)
+    assert all(torch.allclose(tensor, expected[name], atol=1e-9) for name, tensor in found.items())

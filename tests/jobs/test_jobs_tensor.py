@@ -115,6 +115,48 @@ def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tm
     assert [row["router/max_overload"] for row in rows(tmp_path / "ranks" / "run")] == [row["router/max_overload"] for row in rows(tmp_path / "one" / "run")]
 
 
+HYBRID = {"architecture": "qwen3_next", "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 32}
+"""The first three layers have linear attention, of 2 key heads."""
+
+
+@pytest.fixture(scope="module")
+def one_hybrid(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    run(folder, data, **HYBRID)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["tensor=2"], ["pipeline=2", "tensor=1"]),
+        (["pipeline=2", "tensor=2"], ["data=2", "expert=2", "pipeline=1", "tensor=1"]),
+        (["data=2", "expert=2", "tensor=2"], ["data=1", "expert=1", "tensor=1"]),
+    ],
+    ids=lambda mesh: " ".join(mesh),
+)
+def test_a_mesh_of_a_hybrid_has_the_run_of_one_process_and_another_mesh_goes_on_from_its_checkpoint(
+    one_hybrid: Path, data: Path, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    fault = ["--run.max_restarts=0", "--fault=rank1:before:train:4"]
+    command("train", recipe_in(tmp_path, data, **HYBRID), *(f"--parallel.{axis}" for axis in before), *fault, status=1)
+    command("resume", str(tmp_path / "run"), *(f"--parallel.{axis}" for axis in after))
+    check_same_run(tmp_path, one_hybrid)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--parallel.context=2"], "'parallel.context' is 2; this qwen3_next model has layers with linear attention, whose states a sequence hands"),
+        (["--parallel.tensor=4"], "'parallel.tensor' is 4, which does not divide the model's linear attention's num_key_heads 2; 2 does"),
+    ],
+)
+def test_what_does_not_divide_a_hybrid_is_refused_in_one_line(data: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+    assert said in refused("train", recipe_in(tmp_path, data, **HYBRID, num_key_value_heads=4), *arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

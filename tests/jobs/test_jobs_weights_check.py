@@ -306,6 +306,7 @@ def test_a_layout_that_cannot_be_is_refused_in_one_line(
 
 UNTIED = MODEL.replace("max_position", "tie_word_embeddings: false, max_position")
 EXPERTS = MODEL.replace("hidden_size: 32", "architecture: qwen3_moe, num_experts: 4, hidden_size: 32")
+HYBRID = EXPERTS.replace("qwen3_moe", "qwen3_next").replace("num_hidden_layers: 2", "num_hidden_layers: 4")
 
 
 @pytest.mark.full
@@ -350,6 +351,8 @@ def test_engines_that_were_updated_have_the_log_probabilities_of_transformers(
         pytest.param(MODEL, "tensor=2,pipeline=2", "tensor_parallel_size=2,quantization=int8,dtype=bfloat16", 0, id="tensor 2 x pipeline 2 to int8 on 2 ranks"),
         pytest.param(UNTIED, "data=2,zero=3", "workers=2", 2, id="ZeRO 3 to two engines that sleep"),
         pytest.param(EXPERTS, "data=2,expert=2,zero=1", "quantization=fp8", 1, id="experts on 2 ranks"),
+        pytest.param(HYBRID, "tensor=2,pipeline=2", "tensor_parallel_size=2", 0, id="linear attention, tensor 2 x pipeline 2 to 2 ranks"),
+        pytest.param(HYBRID, "data=2,expert=2,tensor=2", "workers=2", 0, id="linear attention, experts on 2 x 2 ranks to two engines"),
         pytest.param(MODEL, "tensor=2,lora.rank=4", "tensor_parallel_size=2", 0, id="an adapter, 2 ranks to 2"),
         pytest.param(MODEL, "lora.rank=4,lora.quantization=nf4", "tensor_parallel_size=2", 0, id="an adapter beside 4 bits on 2 ranks"),
     ],

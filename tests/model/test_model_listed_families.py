@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tandem.backends.megatron.model_check import missing_block
 from tandem.backends.vllm.model_check import check_model
-from tandem.config.lora import LINEAR_MODULES, LoraConfig
+from tandem.config.lora import LINEAR_ATTENTION_MODULES, LINEAR_MODULES, LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -312,13 +312,11 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
 def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    if read_model_sizes(tiny.folder).linear_attention is not None:
-        with pytest.raises(UserError, match="layers with linear attention, which can have no adapter"):
-            load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, target_modules=("q_proj",)))
-        return
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
     if all_families()[tiny.family].latent is not None:
         modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
+    if read_model_sizes(tiny.folder).linear_attention is not None:
+        modules += LINEAR_ATTENTION_MODULES
     decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, alpha=6.0, target_modules=modules))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

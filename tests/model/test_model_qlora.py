@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from tandem.config.lora import LoraConfig
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.linear_attention import LinearAttention
+from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import (
     adapter_of,
     load_adapter_tensors,
@@ -148,6 +150,35 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(kind: Kind, ba
         if f"{own}.lora_A.weight" in adapter:
             expected = expected + lora_of(kind).scale * adapter[f"{own}.lora_B.weight"].double() @ adapter[f"{own}.lora_A.weight"].double()
         assert torch.allclose(tensor.double(), expected, atol=1e-6), name
+
+
+HYBRID = ModelShapes(
+    "qwen3_next", 61, 64, 2, 4, 2, 16, 96, 64, False, qk_norm=True, norms_from_one=True, attention_gate=True, rotary_fraction=0.5,
+    linear_attention=LinearAttention((0,), 2, 4, 12, 10, 4),
+    experts=ExpertShapes(4, 2, 24, names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_of_a_hybrid_compute_what_its_trainer_computes(kind: Kind, tmp_path: Path) -> None:
+    """The matrices of linear attention and of shared experts are quantized too, those of routed experts are not."""
+    decoder = Decoder(HYBRID, KERNELS)
+    initialise(decoder, seed=5, standard_deviation=0.2)
+    save_model(decoder, tmp_path / "base")
+    lora = LoraConfig(rank=4, alpha=8.0, quantization=kind, target_modules=("q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"))
+    trainer = unfilled_model(tmp_path / "base", KERNELS, lora=lora)
+    load_tensors(trainer, [*read_tensors(tmp_path / "base"), *adapter_like(trainer).items()])
+    held = sum(tensor.nbytes for tensor in [*trainer.parameters(), *trainer.frozen_tensors()])
+    # The panels of the C++ kernels are padded to 64 rows.
+    assert weight_bytes(trainer.shapes, "float32") <= held <= 1.1 * weight_bytes(trainer.shapes, "float32")
+    engine = load_model(tmp_path / "base", KERNELS, pack=True, lora=lora)
+    load_adapter_tensors(engine, adapter_like(engine))
+    assert torch.equal(hidden_of(engine), hidden_of(trainer))
+    save_model(decoder, tmp_path / "merged", tensors=merged_tensors(dict(read_tensors(tmp_path / "base")), adapter_of(trainer), trainer.shapes))
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+    theirs = torch.cat([peer.model(part.unsqueeze(0)).last_hidden_state[0] for part in TOKENS.split(LENGTHS)])
+    assert torch.allclose(hidden_of(trainer).double(), theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import torch
 from ranks import RankContext, Ranks
 from safetensors.torch import load_file
 
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
@@ -25,6 +26,8 @@ from tandem.types import RunError, UserError
 
 SHAPES = ModelShapes("qwen3", 61, 32, 3, 4, 2, 8, 48, 64, False, qk_norm=True)
 MIXTURE = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 48, 64, True, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
+
+HYBRID = ModelShapes("qwen3_next", 61, 32, 2, 4, 2, 8, 48, 64, False, attention_gate=True, linear_attention=LinearAttention((0,), 4, 8, 6, 5, 4))
 
 
 def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -95,7 +98,7 @@ WRITERS = [MeshShape(data=2, tensor=2), MeshShape(data=4), MeshShape()]
 READERS = [MeshShape(), MeshShape(tensor=4), MeshShape(data=3), MeshShape(data=2, tensor=2)]
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("shapes", [SHAPES, MIXTURE, pytest.param(HYBRID, marks=pytest.mark.full)], ids=["dense", "mixture", "hybrid"])
 @pytest.mark.parametrize("writer", WRITERS, ids=str)
 def test_what_a_mesh_writes_every_other_mesh_reads_bit_for_bit(writer: MeshShape, shapes: ModelShapes, ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(writer, save, tmp_path, shapes, True, [3, 4])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import DEEPSEEK_V3, GLM4_MOE, GPT_OSS, QWEN2_MOE, QWEN3_MOE, Case, Trained, by_one_process, check, train
+from model_ranks import DEEPSEEK_V3, GLM4_MOE, GPT_OSS, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -29,8 +29,13 @@ def trained(here: RankContext, case: Case) -> Trained:
         pytest.param(MeshShape(data=2, tensor=2, expert=2), Case(GPT_OSS, sequence=True, recompute="selective"), marks=pytest.mark.full),
         pytest.param(MeshShape(data=2, tensor=2, expert=2), Case(DEEPSEEK_V3, sequence=True, recompute="selective"), marks=pytest.mark.full),
         pytest.param(MeshShape(data=2, tensor=2, expert=2), Case(QWEN3_MOE, sequence=True), marks=pytest.mark.full),
+        pytest.param(MeshShape(data=2, expert=2), Case(QWEN3_NEXT), marks=pytest.mark.full),
+        pytest.param(MeshShape(data=2, tensor=2, expert=2), Case(QWEN3_NEXT, sequence=True, recompute="full"), marks=pytest.mark.full),
     ],
-    ids=["data", "context", "data of context", "tensor with shared experts", "sigmoid scores", "biases and sinks", "latent attention", "tensor"],
+    ids=[
+        "data", "context", "data of context", "tensor with shared experts", "sigmoid scores", "biases and sinks", "latent attention", "tensor",
+        "linear attention", "linear attention and tensor",
+    ],  # fmt: skip
 )
 def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, shape, case) -> None:
     check(ranks.run(shape, trained, case), by_one_process(case))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from data_parallel_training import trained as trained_by_zero
-from model_ranks import DEEPSEEK_V3, QWEN3, QWEN3_MOE, Case, Trained, by_one_process, check, train
+from model_ranks import DEEPSEEK_V3, QWEN3, QWEN3_MOE, QWEN3_NEXT, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -31,9 +31,12 @@ def trained(here: RankContext, case: Case) -> Trained:
         pytest.param(MeshShape(data=2, tensor=2, expert=2), replace(MIXTURE, sequence=True), marks=FULL),
         pytest.param(MeshShape(tensor=2), Case(DEEPSEEK_V3, optimizer="muon"), marks=FULL),
         pytest.param(MeshShape(tensor=2), Case(DEEPSEEK_V3, optimizer="muon", deterministic=True, sequence=True), marks=FULL),
+        pytest.param(MeshShape(tensor=2), Case(QWEN3_NEXT, optimizer="muon"), marks=FULL),
+        pytest.param(MeshShape(tensor=2), Case(QWEN3_NEXT, optimizer="muon", deterministic=True, sequence=True), marks=FULL),
     ],
     ids=[
         "tensor", "deterministic", "tensor of a mixture", "deterministic of a mixture", "expert", "tensor and expert", "latent", "deterministic of latent",
+        "linear attention", "deterministic of linear attention",
     ],
 )
 def test_ranks_that_cut_matrices_orthogonalise_the_whole_ones(ranks: Ranks, shape: MeshShape, case: Case) -> None:

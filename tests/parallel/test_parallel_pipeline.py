@@ -18,6 +18,7 @@ from model_ranks import (
     OLMO2,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SMOLLM3,
     Case,
     distance,
@@ -45,6 +46,7 @@ from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.step import train_step
 
 TIED, UNTIED = replace(QWEN3, num_hidden_layers=5), replace(LLAMA, num_hidden_layers=5)
+HYBRID = replace(QWEN3_NEXT, num_hidden_layers=4, linear_attention=replace(QWEN3_NEXT.linear_attention, layers=(0, 1, 3)))
 BINS = ((0, 3), (1,), (4, 5), (2,), (6,))
 """Micro-batches by sequence; as uneven as can be: 17 + 5, 2, 30 + 3, 17 and 8 tokens."""
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +84,9 @@ CASES = [
     pytest.param(2, "1f1b", 1, (), GEMMA, id="2 ranks, caps and norms from one", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GPT_OSS, id="2 ranks, sinks and biases of experts", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), COHERE, id="2 ranks, attention and MLP side by side", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), QWEN3_NEXT, id="2 ranks, linear attention on the first, softmax attention on the second", marks=pytest.mark.full),
+    pytest.param(4, "1f1b", 1, (), HYBRID, id="4 ranks, a layer of linear or softmax attention each", marks=pytest.mark.full),
+    pytest.param(2, "interleaved", 2, (), HYBRID, id="2 ranks, interleaved, linear attention", marks=pytest.mark.full),
 ]
 
 
@@ -134,6 +139,7 @@ PRODUCTS = [
     pytest.param(MeshShape(pipeline=2, tensor=2), Case(UNTIED, sequence=True), "interleaved", 2, id="2 x tensor 2, sequence parallel, interleaved"),
     pytest.param(MeshShape(pipeline=2, context=2), Case(TIED), "1f1b", 1, id="2 x context 2"),
     pytest.param(MeshShape(pipeline=2, data=2, tensor=2), Case(TIED, sequence=True), "1f1b", 1, id="2 x 2 x 2", marks=pytest.mark.full),
+    pytest.param(MeshShape(pipeline=2, tensor=2), Case(HYBRID), "1f1b", 1, id="2 x tensor 2, linear attention", marks=pytest.mark.full),
 ]
 
 

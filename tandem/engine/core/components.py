@@ -74,7 +74,10 @@ def make_components(
     step_costs = StepCosts(speculative.default_limit(weights.device.type)) if speculative is not None and speculative.measures_costs else None
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
-        sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
+        sizes = {
+            "num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype,
+            "state_rows": num_state_rows(settings, launches_ahead), "swap_states": settings.swap_states,
+        }  # fmt: skip
         ranks.run("allocate", sizes, lambda: None)
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks, settings.swap_states)
@@ -100,8 +103,12 @@ def make_components(
 def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[CacheLayer]:
     """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, and one more row
     of states, for padding rows."""
-    rows = settings.max_num_seqs + launches_ahead + settings.state_snapshots + settings.draft_states
-    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, rows)
+    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype, num_state_rows(settings, launches_ahead))
+
+
+def num_state_rows(settings: EngineSettings, launches_ahead: bool) -> int:
+    """Returns the rows of states of each layer with linear attention: of running sequences, of snapshots and of draft tokens, in this order."""
+    return settings.max_num_seqs + launches_ahead + settings.state_snapshots + settings.draft_states
 
 
 def state_rows(shapes: ModelShapes, settings: EngineSettings, launches_ahead: bool) -> StateRows | None:

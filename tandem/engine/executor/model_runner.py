@@ -20,7 +20,7 @@ from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.row_tensors import to_device
 from tandem.engine.executor.step_message import encode_step
 from tandem.engine.kv_cache.block_pool import BlockCopy
-from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, copy_states, host_pool
+from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.pooling.pooler import PooledStates, Pooler
 from tandem.engine.sample.logprobs import PromptLogprobs
@@ -71,6 +71,8 @@ class ModelRunner:
         """The prompt log-probabilities that are being collected, by request id."""
         self.pooled: dict[str, PooledStates] = {}
         """What pooling requests have so far, by request id."""
+        self._state_copies: list[BlockCopy] = []
+        """The next step's copies of states that this one has asked for: from a prompt's row to those of further samples, and from an accepted draft token's."""
         self._selected: SelectedRows | None = None
         self._last: tuple[SelectedRows, ModelInput] | None = None
         self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
@@ -80,7 +82,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> InFlightStep:
         """Launches one step. The rows that join with it must be in the batch already."""
-        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies, *output.state_copies)
+        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies, tuple(self._state_copies), *output.state_copies)
+        self._state_copies.clear()
         apply_moves(self._all_caches, self.host, moves)
         self.batch.update(output.block_changes, output.joined_rows + output.resumed_rows)
         if not (output.decode_rows or output.prefills):
@@ -99,7 +102,7 @@ class ModelRunner:
         aux = AuxHiddenStates(layers) if layers else None
         needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
-        copy_states(self.caches, self.caches, [(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]])
+        self._state_copies += [BlockCopy(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]]
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
@@ -162,9 +165,9 @@ class ModelRunner:
         accepted, copies, at = {row: count for row, _, count in verified}, [], 0
         for row, draft in zip(step.selected.rows, step.drafts, strict=True):
             if draft and accepted[row] < len(draft):
-                copies.append((self._draft_rows[at + accepted[row]], row))
+                copies.append(BlockCopy(self._draft_rows[at + accepted[row]], row))
             at += len(draft)
-        copy_states(self.caches, self.caches, copies)
+        self._state_copies += copies
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""

@@ -75,8 +75,8 @@ class RankWorker:
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """Allocates the KV cache and its swap space."""
-        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"])
-        self.host = host_pool(self.caches, int(meta["swap_blocks"]))
+        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"], int(meta["state_rows"]))
+        self.host = host_pool(self.caches, int(meta["swap_blocks"]), int(meta["swap_states"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device

@@ -41,7 +41,8 @@ def encode_step(moves: Moves, batch: ModelInput, draws: bool, scores: bool) -> t
     """Returns meta and blobs of the call ``step``."""
     paged, lora = batch.paged, batch.lora
     tensors: dict[str, Tensor | None] = {
-        "tokens": batch.tokens, "positions": batch.positions, "slots": paged.slots, "logit_rows": batch.logit_rows,
+        "tokens": batch.tokens, "positions": batch.positions, "slots": paged.slots, "state_rows": paged.state_rows,
+        "kept_states": paged.kept_states, "logit_rows": batch.logit_rows,
         "adapter_rows": None if lora is None else lora.rows, "adapter_bounds": None if lora is None else lora.bounds,
         "query_start": paged.query_start, "context_lens": paged.context_lens, "block_tables": paged.block_tables,
     }  # fmt: skip
@@ -54,7 +55,8 @@ def decode_step(meta: Meta, blobs: Blobs) -> StepMessage:
     """Decodes what ``encode_step`` returned. The tensors share the memory of ``blobs``, which must be writable."""
     tensors = {name: _from_bytes(blob, _dtype(name)) for name, blob in blobs.items()}
     tables = tensors["block_tables"].view(-1, meta["width"])
-    paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"])
+    kept = tensors["kept_states"].view(2, -1) if "kept_states" in tensors else None
+    paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"], tensors.get("state_rows"), kept)
     moves = Moves(*([BlockCopy(*pair) for pair in pairs] for pairs in meta["moves"]))
     batch = ModelInput(tensors["tokens"], tensors["positions"], paged, tensors.get("logit_rows"))
     adapted = (tensors["adapter_rows"], tensors["adapter_bounds"]) if "adapter_rows" in tensors else None

@@ -68,12 +68,13 @@ def host_pool(caches: Sequence[CacheLayer], blocks: int, rows: int = 0) -> list[
 
 
 class Moves(NamedTuple):
-    """Copies that a step makes before it computes anything, in this order: of blocks to host memory, from host memory and within the cache, then those of
-    ``StateCopies``."""
+    """Copies that a step makes before it computes anything, in this order: of blocks to host memory, from host memory and within the cache, then of states
+    those that the step before has asked for and those of ``StateCopies``."""
 
     swap_outs: Sequence[BlockCopy] = ()
     swap_ins: Sequence[BlockCopy] = ()
     copies: Sequence[BlockCopy] = ()
+    state_copies: Sequence[BlockCopy] = ()
     state_swap_outs: Sequence[BlockCopy] = ()
     state_swap_ins: Sequence[BlockCopy] = ()
     state_saves: Sequence[BlockCopy] = ()
@@ -88,8 +89,8 @@ def apply_moves(caches: Sequence[CacheLayer], host: Sequence[CacheLayer], moves:
         if copies:
             _copy_blocks(sources, targets, copies)
     for sources, targets, copies in (
-        (caches, host, moves.state_swap_outs), (host, caches, moves.state_swap_ins), (caches, caches, moves.state_saves),
-        (caches, caches, moves.state_loads),
+        (caches, caches, moves.state_copies), (caches, host, moves.state_swap_outs), (host, caches, moves.state_swap_ins),
+        (caches, caches, moves.state_saves), (caches, caches, moves.state_loads),
     ):
         copy_states(sources, targets, copies)
 

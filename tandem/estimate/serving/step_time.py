@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass
 
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.model_bytes import state_bytes
 from tandem.estimate.serving.kernels import KERNELS, EngineKernels
 from tandem.estimate.serving.kv_cache import attended_tokens, read_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import format_named
+from tandem.estimate.training.linear_attention import chunked_flops
 from tandem.layout.shapes import ModelShapes
 
 LAYER_KERNELS = 9
@@ -126,12 +128,15 @@ def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float,
     """Returns (outputs, inputs, how many layers have it, rows of each, how many matrices of the kind are read in a layer), of one rank."""
     hidden, layers, found = shapes.hidden_size, shapes.num_hidden_layers, list[tuple[float, int, int, float, float]]()
     if shapes.latent is None:
-        heads = shapes.query_size / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
-        found.append((heads, hidden, layers, rows, 1.0))
+        heads = shapes.query_rows / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
+        found.append((heads, hidden, shapes.cached_layers, rows, 1.0))
     else:
         into = shapes.latent.matrices(hidden, shapes.num_attention_heads)
         found += [(each.outputs / (ranks if each.by_head else 1), each.inputs, layers, rows, 1.0) for each in into]
-    found.append((hidden, max(1, shapes.attended_size // ranks), layers, rows, 1.0))
+    found.append((hidden, max(1, shapes.attended_size // ranks), shapes.cached_layers, rows, 1.0))
+    if shapes.linear_attention is not None:
+        own = shapes.linear_attention.of_one_rank(ranks)
+        found += [(matrix.outputs, matrix.inputs, len(own.layers), rows, 1.0) for matrix in own.matrices(hidden)]
     dense = layers if shapes.experts is None else sum(shapes.experts_of(layer) is None for layer in range(layers))
     if dense:
         inner = shapes.intermediate_size / ranks
@@ -168,4 +173,15 @@ def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, s
     computed = step.decoding * each * attended_tokens(shapes, step.context) / layout.tensor / rate
     read = step.decoding * read_bytes(shapes, layout, step.context) / (kernels.cache * hardware.memory_bandwidth)
     operations = 2 * step.prompt_tokens * attended_tokens(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
-    return max(computed, read) + operations / rate
+    return max(computed, read) + operations / rate + _recurrences(shapes, layout, hardware, step, kernels)
+
+
+def _recurrences(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, kernels: EngineKernels) -> float:
+    """Returns the seconds of the layers with linear attention: of a sequence that decodes the states are read and written, and prompts are computed in
+    chunks."""
+    if shapes.linear_attention is None:
+        return 0.0
+    layers, rate = len(shapes.linear_attention.layers), kernels.attention * hardware.product_rate("bf16")
+    computed = step.decoding * layers * shapes.linear_attention.token_flops / rate
+    moved = 2 * step.decoding * state_bytes(shapes) / (kernels.cache * hardware.memory_bandwidth)
+    return (max(computed, moved) + step.prompt_tokens * layers * chunked_flops(shapes.linear_attention) / rate) / layout.tensor

@@ -8,6 +8,7 @@ a logarithm per head instead of the scores, whose 5 a s / h is therefore 0 unles
 from dataclasses import dataclass
 
 from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.linear_attention import saved_in_chunks
 from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
 
@@ -69,11 +70,15 @@ def whole_layer_bytes(
     hidden = shapes.hidden_size
     # The inputs of the norms, and what they return: the inputs of the first products.
     replicated = 2.0 * len(shapes.layer_norms) * each * hidden + (2 * hidden if dropout else 0)
-    divided = float(each * (shapes.qkv_size + shapes.attended_size))
+    linear = shapes.linear_attention_of(layer)
+    if linear is None:
+        divided = float(each * (shapes.qkv_size + shapes.attended_size * (3 if shapes.attention_gate else 1)))
+        divided += LOG_SUM_EXP_BYTES * shapes.num_attention_heads if keeps_sums else 0
+        divided += shapes.num_attention_heads * score_tokens * (2 * each + 1)
+    else:
+        divided = saved_in_chunks(linear, each)
     if shapes.latent is not None:
         replicated += each * shapes.latent.compressed_size
-    divided += LOG_SUM_EXP_BYTES * shapes.num_attention_heads if keeps_sums else 0
-    divided += shapes.num_attention_heads * score_tokens * (2 * each + 1)
     experts = shapes.experts_of(layer)
     if experts is None:
         # gate and up, or up alone, and what the activation function returns.
@@ -88,8 +93,12 @@ def whole_layer_bytes(
 
 def _by_operation(shapes: ModelShapes, layer: int, each: int) -> LayerBytes:
     experts, hidden = shapes.experts_of(layer), shapes.hidden_size
-    if shapes.latent is None:
-        outputs = [(size, True) for size in (shapes.query_size, shapes.key_value_size, shapes.key_value_size)]
+    linear, attended = shapes.linear_attention_of(layer), each * shapes.attended_size + LOG_SUM_EXP_BYTES * shapes.num_attention_heads
+    if linear is not None:
+        # Its recurrence is none of the operations that are kept.
+        outputs, attended = [(matrix.outputs, matrix.by_head) for matrix in linear.matrices(hidden)[:-1]], 0
+    elif shapes.latent is None:
+        outputs = [(size, True) for size in (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)]
     else:
         outputs = [(matrix.outputs, matrix.by_head) for matrix in shapes.latent.matrices(hidden, shapes.num_attention_heads)]
     outputs.append((hidden, False))
@@ -99,7 +108,7 @@ def _by_operation(shapes: ModelShapes, layer: int, each: int) -> LayerBytes:
         # Grouped products are none of the operations that are kept.
         outputs += [*[(experts.shared_intermediate_size, True)] * 2, (hidden, False)]
     kept = outputs[::2]
-    divided = each * (sum(size for size, is_divided in kept if is_divided) + shapes.attended_size) + LOG_SUM_EXP_BYTES * shapes.num_attention_heads
+    divided = each * sum(size for size, is_divided in kept if is_divided) + attended
     return LayerBytes(each * (hidden + sum(size for size, is_divided in kept if not is_divided)), divided)
 
 

@@ -1,11 +1,10 @@
 """How many parameters a GPU holds, from the sharding plan that divides the real weights. Imports no torch."""
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_parameters
 
 
@@ -51,15 +50,19 @@ def held_by_part(shapes: ModelShapes, tensor: int, expert: int) -> HeldByPart:
     spec.check(shapes)
     plain = _one_layer(shapes, spec, has_experts=False)
     with_experts = _one_layer(shapes, spec, has_experts=True) if shapes.experts is not None else (NOTHING, NOTHING, NOTHING)
-    return HeldByPart(plain[1], with_experts[1], plain[0], plain[2], _more_by_linear_attention(shapes))
+    return HeldByPart(plain[1], with_experts[1], plain[0], plain[2], _more_by_linear_attention(shapes, replace(spec, expert_size=1)))
 
 
-def _more_by_linear_attention(shapes: ModelShapes) -> Held:
-    if shapes.linear_attention is None:
+def _more_by_linear_attention(shapes: ModelShapes, spec: ShardSpec) -> Held:
+    linear = shapes.linear_attention
+    if linear is None:
         return NOTHING
-    own = sum(math.prod(shape) for _, shape in shapes.linear_attention.parameters(shapes.hidden_size))
-    one = replace(shapes, num_hidden_layers=1, linear_attention=None, experts=None)
-    return Held(own - sum(parameter.numel for parameter in parameters(one) if ".self_attn." in parameter.name), 0)
+    two = replace(shapes, num_hidden_layers=2, layer_windows=(), unrotated_layers=(), linear_attention=replace(linear, layers=(0,)), experts=None)
+    of = {".linear_attn.": 0, ".self_attn.": 0}
+    for parameter in local_parameters(two, spec):
+        for kind in of:
+            of[kind] += parameter.numel if kind in parameter.name else 0
+    return Held(of[".linear_attn."] - of[".self_attn."], 0)
 
 
 def _one_layer(shapes: ModelShapes, spec: ShardSpec, *, has_experts: bool) -> tuple[Held, Held, Held]:

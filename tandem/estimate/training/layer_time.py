@@ -5,17 +5,19 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tandem.estimate.hardware.hardware import Hardware
-from tandem.estimate.training.attention import Attention, attention_seconds
+from tandem.estimate.training.attention import Attention, attention_seconds, kernel_rates
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
 from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
 from tandem.estimate.training.host import expert_kernels, expert_waits, gap_seconds, kernels_of_layer
 from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.linear_attention import BACKWARD, chunked_flops, kernels_of_token, moved_bytes
 from tandem.estimate.training.memory_bound import (
     ALIGNED,
     EAGER_NORM,
     FUSED_LOGITS,
     FUSED_NORM,
+    GATED,
     HALF_LOGITS,
     LOGITS,
     QUANTISED,
@@ -24,6 +26,7 @@ from tandem.estimate.training.memory_bound import (
     layer_bytes,
 )
 from tandem.estimate.training.products import RESULT_BYTES, product_seconds
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 ACTIVATION_BYTES = 2
@@ -100,11 +103,11 @@ class LayerTimes:
         """Tokens of a micro-batch on a context-parallel rank."""
         return max(1, self.layout.micro_batch * self.layout.sequence // self.layout.parallel.context)
 
-    def layer(self, window: int | None, experts: ExpertShapes | None) -> Passes:
-        """Returns the passes of a layer with ``window`` (``None``: full attention) and ``experts`` (``None``: a plain MLP)."""
+    def layer(self, window: int | None, experts: ExpertShapes | None, linear: LinearAttention | None = None) -> Passes:
+        """Returns the passes of a layer with ``window`` (``None``: full attention) or ``linear`` attention, and ``experts`` (``None``: a plain MLP)."""
         tensor = self.layout.parallel.tensor
         hidden = self.shapes.hidden_size
-        *into, output = self.shapes.attention_matrices
+        *into, output = self.shapes.attention_matrices if linear is None else linear.matrices(hidden)
         shapes = [Shape(self.tokens, _part(each.outputs, tensor) if each.by_head else each.outputs, each.inputs) for each in into]
         shapes.append(Shape(self.tokens, hidden, _part(output.inputs, tensor)))
         rows, of_experts = self.tokens, list[Shape]()
@@ -121,8 +124,8 @@ class LayerTimes:
                 shared = _part(experts.shared_intermediate_size, tensor)
                 shapes += [Shape(self.tokens, 2 * shared, hidden), Shape(self.tokens, hidden, shared)]
         forward, backward = self._products(shapes, self.layout.precision)
-        attention = self._attention(window)
-        moved = self._memory_bound(rows, inner, shapes, of_experts, experts)
+        attention = self._attention(window) if linear is None else self._recurrence(linear)
+        moved = self._memory_bound(rows, inner, shapes, of_experts, experts, linear)
         tensor_forward, tensor_backward = self._tensor_seconds(forward, experts)
         exchange = (0.0, 0.0)
         if experts is not None:
@@ -131,12 +134,14 @@ class LayerTimes:
             hidden_by = [a + b + c for a, b, c in zip((forward, backward), attention, moved, strict=True)] if self.layout.overlaps_experts else [0.0, 0.0]
             exchange = hidden_seconds(sent, hidden_by[1], self.given), hidden_seconds(sent, hidden_by[0], self.given)
         host = (0.0, 0.0) if experts is None else expert_waits(self.layout, of_experts[0].batch, self._products(of_experts, self.layout.precision))
-        context_s = self._context_seconds()
+        context_s = self._context_seconds() if linear is None else 0.0
         forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, exchange[0], max(0.0, context_s - attention.forward), host[0])
         backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, exchange[1], max(0.0, 2 * context_s - attention.backward), host[1])
         kernels = (4 if self.layout.recompute == "full" else 3) * kernels_of_layer(self.layout, len(shapes) - len(of_experts), has_experts=bool(of_experts))
         if of_experts:
             kernels += sum(expert_kernels(self.layout, of_experts[0].batch))
+        if linear is not None and self.layout.trainer is not None:
+            kernels += self.tokens * kernels_of_token(linear)
         return Passes(forward_s, backward_s, self._recomputed(forward_s), kernels)
 
     def head(self) -> Passes:
@@ -193,7 +198,15 @@ class LayerTimes:
             self.given,
         )  # fmt: skip
 
-    def _memory_bound(self, rows: int, inner: int, products: list[Shape], of_experts: list[Shape], experts: ExpertShapes | None) -> Moved:
+    def _recurrence(self, linear: LinearAttention) -> Attention:
+        """Returns the seconds of the gated delta rule in chunks, at the rate of attention in an older generation of kernels: its products are as small."""
+        forward, backward = kernel_rates(self.hardware, "flash2", "bf16" if self.layout.precision == "fp8" else self.layout.precision)
+        flops = self.tokens * chunked_flops(linear) / self.layout.parallel.tensor
+        return Attention(flops / (forward * self.given.products) + self.given.kernel_s, BACKWARD * flops / (backward * self.given.products) + self.given.kernel_s)
+
+    def _memory_bound(
+        self, rows: int, inner: int, products: list[Shape], of_experts: list[Shape], experts: ExpertShapes | None, linear: LinearAttention | None
+    ) -> Moved:
         """Returns the seconds of elementwise kernels, forward and backward."""
         hidden, tensor = self.shapes.hidden_size, self.layout.parallel.tensor
         latent = self.shapes.latent
@@ -201,11 +214,17 @@ class LayerTimes:
         if latent is not None:
             # Rotation of a part of the queries and of one key, and the assembly of the keys of all heads from both their parts.
             rotated = self.shapes.num_attention_heads * latent.qk_rope_head_dim + self.shapes.key_value_size
-        rotary = rotated / tensor
+        rotary = rotated / tensor if linear is None else 0.0
         gated = self.shapes.gated_mlp or experts is not None
         norms = float(len(self.shapes.layer_norms)) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
         moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise, norms)
-        if self.shapes.qk_norm:
+        own = (0.0, 0.0)
+        if linear is not None:
+            own = moved_bytes(linear)
+        elif self.shapes.attention_gate:
+            own = (GATED[0] * float(self.shapes.attended_size), GATED[1] * float(self.shapes.attended_size))
+        moved = Moved(*(m + self.tokens * each / tensor for m, each in zip(moved, own, strict=True)))
+        if self.shapes.qk_norm and linear is None:
             # A norm of every head of queries and keys.
             of_heads = (self.shapes.query_size + self.shapes.key_value_size) / tensor
             moved = Moved(*(m + n * self.tokens * of_heads for m, n in zip(moved, FUSED_NORM if self.layout.fused_elementwise else EAGER_NORM, strict=True)))

@@ -1,6 +1,7 @@
 """The bytes of one rank of a trainer of the literature (Megatron-Core, FSDP2) on a GPU, as ``docs/planner.md`` derives them. Imports no torch."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from tandem.estimate.training.activations import (
@@ -41,9 +42,8 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
 
     residual = residual_bytes(shapes, layout, tokens, each)
     # All layers of a kind save the same.
-    kinds = {shapes.experts_of(layer) is None: layer for layer in layers} if shapes.experts is not None else {True: layers[0]}
-    plain = len(layers) if shapes.experts is None else sum(shapes.experts_of(layer) is None for layer in layers)
-    counts = {True: plain, False: len(layers) - plain}
+    kind_of = lambda layer: (shapes.experts_of(layer) is None, shapes.linear_attention_of(layer) is None)
+    kinds, counts = {kind_of(layer): layer for layer in layers}, Counter(map(kind_of, layers))
     saved = sum(counts[kind] * saved_bytes(shapes, layer, layout).of_rank(layout) for kind, layer in kinds.items())
     saved = tokens * (saved + end_bytes(shapes, layout, is_first=is_first, is_last=is_last))
     if parallel.pipeline > 1:

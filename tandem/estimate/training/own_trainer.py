@@ -14,6 +14,7 @@ from tandem.estimate.processes import rank_process_bytes
 from tandem.estimate.training.activations import LayerBytes, whole_layer_bytes
 from tandem.estimate.training.held_parameters import NOTHING, Held, held_on_span
 from tandem.estimate.training.layout import TrainingLayout, layout_of_trainer
+from tandem.estimate.training.linear_attention import saved_in_chunks, saved_token_by_token
 from tandem.estimate.training.literature import CONTEXT_BYTES, FRAGMENTATION, buffer_bytes, residual_bytes
 from tandem.estimate.training.stage_bytes import StageBytes
 from tandem.estimate.training_bytes import (
@@ -104,7 +105,8 @@ def saved_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> L
     experts = shapes.experts_of(layer)
     inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
     # What was gathered is not an output of a kernel that could be called again.
-    rotated = shapes.qkv_size if _rotates_apart(shapes, layout) and shapes.latent is None else 0
+    rotates = _rotates_apart(shapes, layout) and shapes.latent is None and shapes.linear_attention_of(layer) is None
+    rotated = shapes.qkv_size if rotates else 0
     again = each * ((0 if _gathers_inputs(layout) else inner) + rotated)
     dropped = 2 * each * hidden if layout.on_cpu and not layout.shares_tokens else 0
     return LayerBytes(everything.replicated - dropped, everything.divided - again, everything.gathered)
@@ -115,7 +117,13 @@ def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> Laye
     trainer, each, hidden = trainer_of(layout), element_bytes(layout), shapes.hidden_size
     counted = whole_layer_bytes(shapes, layer, each)
     replicated = counted.replicated + 2 * (DTYPE_BYTES[trainer.dtype] - each) * hidden
-    divided = counted.divided + (each * shapes.qkv_size if _rotates_apart(shapes, layout) else 0)
+    linear, attended = shapes.linear_attention_of(layer), shapes.query_size
+    if linear is None:
+        divided = counted.divided + (each * shapes.qkv_size if _rotates_apart(shapes, layout) else 0)
+        # The gate, and what its sigmoid is computed by, are in at least fp32.
+        divided += (4 * max(each, 4) - each) * shapes.query_size if shapes.attention_gate else 0
+    else:
+        attended, divided = linear.value_size, counted.divided - saved_in_chunks(linear, each) + saved_token_by_token(linear, each)
     if shapes.latent is not None:
         own = _absorbed(shapes, shapes.latent, rotates_apart=_rotates_apart(shapes, layout))
         replicated += each * (own.replicated - shapes.latent.compressed_size)
@@ -125,7 +133,7 @@ def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> Laye
     if _keeps_rounded(layout):
         # Emulated precision also saves the rounded input of every product.
         replicated += 4 * hidden * (1 + routed)
-        divided += 4 * (shapes.query_size + routed * inner)
+        divided += 4 * (attended + routed * inner)
     gathered = 0.0
     if layout.shares_tokens:
         # Autograd keeps the inputs of products as they were gathered, and of experts as they were sorted: only the norms' own are a rank's share.
@@ -133,7 +141,7 @@ def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> Laye
         replicated -= gathered
     if _gathers_inputs(layout):
         # Also those of the second products of attention and MLP, in whose place a rank has its part of the MLP's no longer.
-        gathered += each * (shapes.query_size + routed * inner)
+        gathered += each * (attended + routed * inner)
         divided -= each * routed * inner
     return LayerBytes(replicated, divided, gathered)
 

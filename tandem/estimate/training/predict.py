@@ -54,15 +54,16 @@ def predict_step_time(shapes: ModelShapes, layout: TrainingLayout, hardware: Har
 def _passes_of_ranks(shapes: ModelShapes, layout: TrainingLayout, hardware: Hardware, given: Efficiency) -> list[tuple[Passes, list[Span]]]:
     """Returns the passes of a micro-batch through the layers of each pipeline rank, and these layers. The last rank has the head."""
     times = LayerTimes(shapes, layout, hardware, given)
-    known: dict[tuple[int | None, bool], Passes] = {}
+    known: dict[tuple[int | None, bool, bool], Passes] = {}
     stages, ranks = spans_of(layout.parallel, shapes), []
     for rank in range(layout.parallel.pipeline):
-        spans, counts = own_spans(layout.parallel, stages, rank), dict[tuple[int | None, bool], int]()
+        spans, counts = own_spans(layout.parallel, stages, rank), dict[tuple[int | None, bool, bool], int]()
         for layer in (layer for span in spans for layer in range(span.start, span.stop)):
-            kind = (shapes.window(layer), shapes.experts_of(layer) is not None)
+            kind = (shapes.window(layer), shapes.experts_of(layer) is not None, shapes.linear_attention_of(layer) is not None)
             counts[kind] = counts.get(kind, 0) + 1
-        for window, has_experts in counts.keys() - known.keys():
-            known[window, has_experts] = times.layer(window, shapes.experts if has_experts else None)
+        for kind in counts.keys() - known.keys():
+            window, has_experts, is_linear = kind
+            known[kind] = times.layer(window, shapes.experts if has_experts else None, shapes.linear_attention if is_linear else None)
         passes = reduce(add, (known[kind] * count for kind, count in counts.items()), NO_PASSES)
         ranks.append((passes + times.head() if spans[-1].is_last else passes, list(spans)))
     return ranks

@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.config.lora import MLP_MODULES, LoraConfig
 from tandem.kernels.quantized import plain_weight
 from tandem.layout.latent_attention import WITHIN_HEADS
+from tandem.layout.linear_attention import PROJECTIONS
 from tandem.layout.shapes import ModelShapes, linear_matrices, matrix_name, parameters
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file, write_file
@@ -27,7 +28,9 @@ from tandem.types.input_file import read_input
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name that a parameter has in transformers."""
-_NAME = re.compile(r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight")
+_NAME = re.compile(r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|linear_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight")
+_ADAPTED = tuple(f"{name}.weight" for name in ("_proj", "_proj_with_mqa", *PROJECTIONS))
+"""What the names of matrices end with that an adapter can change."""
 _PLAIN: dict[str, object] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": None,
@@ -75,11 +78,11 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     for name, tensor in read_file(Path(folder) / WEIGHTS):
         match = _NAME.fullmatch(name)
         if match is None:
-            raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up and down projections")
+            raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up and down projections, and those of linear attention")
         pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     if not pairs:
         raise UserError(f"adapter '{folder}' has no matrices; train it with target_modules")
-    matrices, whole = {}, {name: shape for name, shape in parameters(shapes) if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))}
+    matrices, whole = {}, {name: shape for name, shape in parameters(shapes) if name.endswith(_ADAPTED)}
     for (layer, module), pair in pairs.items():
         if module == WITHIN_HEADS:
             raise UserError(f"adapter '{folder}' changes '{module}', which is multiplied head by head, for all requests at once; merge it into the model")

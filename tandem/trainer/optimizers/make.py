@@ -43,7 +43,7 @@ def make_piece_optimizer(
         hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(others)]
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
-        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate"))]
+        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate", "convolution"))]
         # The sizes of the whole model decide, so that what is coded does not depend on the mesh.
         shard_spec = model.shard_spec
         ranks_of = lambda name: shard_spec.size * (shard_spec.expert_size if ".experts." in name else 1)
@@ -62,7 +62,7 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
     for name in names:
         shape, axis = parameters[name].shape, None
         if tensor is not None and tensor.size > 1 and not re.search(r"\.latent\.(q|kv)_a_proj", name):
-            is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj", name) is not None
+            is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b)|linear_attention\.in)_proj", name) is not None
             axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
     return Matrices(stacks, tensor or ALONE, buckets)

@@ -44,13 +44,14 @@ def placement(model: Decoder, name: str) -> Placement:
     if re.search(r"\.latent\.(q_a_proj|kv_a_proj_with_mqa)\.|\.latent\.(q|kv)_a_norm$", name):
         # Every rank computes the compressed vectors of its part of the residual stream.
         return Placement(residual, "tokens")
-    if ".linear_attention." in name:
-        # Every rank computes it for its own tokens.
-        return Placement(residual, "tokens")
     if is_adapter_parameter(name):
         # The second matrix is sharded as the rows of the weight are, and the first as its columns.
-        is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b))_proj\.", name) is not None
+        by_rows = r"((qkv|gate_up|latent\.(q|q_b|kv_b))_proj|linear_attention\.in_proj_\w+)\."
+        is_by_rows = model.shard_spec.deterministic or re.search(by_rows, name) is not None
         return Placement("shard" if name.endswith(".lora_B") == is_by_rows else "partial", "tokens")
+    if ".linear_attention." in name:
+        # Every rank computes its own heads, for which it reads some rows of the convolution; all heads have one norm.
+        return Placement("partial" if name.endswith((".convolution", ".norm")) else "shard", "tokens")
     assert re.search(r"((^|layer|attention_layer|\.)norm\.weight|^score\.(weight|bias))$", name), name
     return Placement(residual, "tokens")
 

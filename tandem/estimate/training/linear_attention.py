@@ -1,0 +1,48 @@
+"""What a layer with linear attention by the gated delta rule computes, moves and saves beside its matrices, for one token. Imports no torch.
+
+A trainer of the literature computes it in chunks (Yang et al., 2024, arXiv 2412.06464, section 3.3), as flash-linear-attention does on GPUs; Tandem's own
+computes it token by token. No published step of a model with such layers was compared.
+"""
+
+from tandem.estimate.training.memory_bound import GATED, Moved
+from tandem.layout.linear_attention import CHUNK_TOKENS, LinearAttention
+
+WIDE_BYTES = 4
+"""Of decays and betas, which are computed in fp32."""
+CONVOLUTION = (4, 6)
+"""Bytes for a number of a convolution with its activation in one kernel, in 16 bits: it is read and written; backward also its gradient is read."""
+BACKWARD = 2.5
+"""Times the operations of the forward pass: those of its gradients, and states that are computed again."""
+
+
+def chunked_flops(linear: LinearAttention) -> int:
+    """Returns the operations of the forward pass for a token: three products with a state; within a chunk the products of keys with keys, of queries with
+    keys, and of the triangles with keys, values and corrected values; and the inverse of a triangle."""
+    keys, values, chunk = linear.key_head_dim, linear.value_head_dim, CHUNK_TOKENS
+    return linear.num_value_heads * (6 * keys * values + 6 * chunk * keys + 4 * chunk * values + 2 * chunk * chunk // 3)
+
+
+def kernels_of_token(linear: LinearAttention) -> int:
+    """Returns the kernels that plain torch starts for a token in a training step on a GPU, where Tandem has no kernel of its own: sums over a key are taken one
+    after the other, twice in each pass, of which a step has a forward one, two that compute states again, and as many again backward."""
+    return 6 * (2 * linear.key_head_dim + 8)
+
+
+def moved_bytes(linear: LinearAttention) -> Moved:
+    """Returns the bytes of the elementwise kernels: the convolution, and the norm of the output with its gate."""
+    return Moved(*(CONVOLUTION[i] * linear.mixed_size + GATED[i] * linear.value_size for i in (0, 1)))
+
+
+def saved_in_chunks(linear: LinearAttention, each: int) -> float:
+    """Returns the bytes that a forward pass in chunks saves: inputs of the convolution; normalised queries and keys, values; of each value head a row of a
+    triangle; gates, the output of the recurrence and that of its gated norm; decays and betas."""
+    numbers = 2 * linear.mixed_size + 3 * linear.value_size + CHUNK_TOKENS * linear.num_value_heads
+    return each * numbers + 2 * WIDE_BYTES * linear.num_value_heads
+
+
+def saved_token_by_token(linear: LinearAttention, each: int) -> float:
+    """Returns the bytes that Tandem's trainer saves. In at least fp32: each tap of the convolution and both inputs of its activation; queries and keys before
+    and after their norms, and values; what betas and decays are computed by, and the squares of norms. Gate and output of the gated norm, its input, and the
+    input of the last matrix."""
+    wide = (linear.kernel_size + 2) * linear.mixed_size + 4 * linear.key_size + linear.value_size + 10 * linear.num_value_heads + 2 * linear.num_key_heads
+    return max(each, WIDE_BYTES) * wide + each * 4 * linear.value_size
