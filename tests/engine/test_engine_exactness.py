@@ -121,7 +121,7 @@ def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., P
         with pytest.raises(UserError, match=f"engine {name} is set, which a qwen3_next model with layers of linear attention does not support; leave"):
             start(folders, 16, "roomy", speculation, **settings)
     with pytest.raises(UserError, match="engine swap_space is set, which a qwen3_next model"):
-        check_engine_on_model(EngineArgs(swap_space=0.1), read_shapes(folders["plain"]))
+        check_engine_on_model(EngineArgs(swap_space=0.1), folders["plain"], read_shapes(folders["plain"]))
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):
         LLM(make_folder("qwen3", 0), speculative_config={"method": "draft", "model": folders["plain"]})
 

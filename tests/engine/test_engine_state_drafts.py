@@ -1,6 +1,9 @@
 """Drafts by heads that read the model's hidden states: they propose what their equations say, and change no bit of what is drawn."""
 
 import contextlib
+import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from draft_heads import PublishedEagle3, PublishedPredictor, eagle3_head, with_p
 from engine_matrix import MEMORY
 from safetensors.torch import load_file, save_file
 
+from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.engine.core.request import Sequence
 from tandem.engine.kv_cache.cache_tensors import block_bytes
 from tandem.engine.llm import LLM
@@ -18,6 +22,8 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
+from tandem.jobs.checks.check_rl import check_engine_on_model
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.types import UserError
 
 PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "q"]
@@ -188,6 +194,28 @@ def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders,
         start(make_folder("qwen3"), 1, make_folder("qwen3"))
     with pytest.raises(UserError, match=r"'mtp' uses none"):
         LLM(predictors(), speculative_config={"method": "mtp", "model": str(heads("qwen3"))})
+
+
+def test_a_head_that_the_model_lacks_or_that_is_not_its_own_is_refused_by_the_check_of_a_run_and_before_weights_are_read(
+    make_folder: Folders, predictors: Folders, heads: Folders, tmp_path: Path
+) -> None:
+    shutil.copytree(heads("qwen3"), tmp_path / "wide")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    # Without weights.
+    (tmp_path / "bare").mkdir()
+    shutil.copy(make_folder("qwen3") / "config.json", tmp_path / "bare")
+    for given, says in (
+        ({"method": "mtp"}, "bare' has num_nextn_predict_layers None: no layer of multi-token prediction; choose method 'ngram'"),
+        ({"method": "eagle3", "model": str(tmp_path / "wide")}, f"wide' has hidden_size 64 and the model {config['hidden_size']}; name a head"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig(**given)), tmp_path / "bare", read_shapes(tmp_path / "bare"))
+        with pytest.raises(UserError, match=re.escape(says)):
+            LLM(tmp_path / "bare", skip_tokenizer_init=True, speculative_config=given)
+    own = SpeculativeConfig("eagle3", str(heads("qwen3")))
+    check_engine_on_model(EngineArgs(speculative_config=own), make_folder("qwen3"), read_shapes(make_folder("qwen3")))
+    check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig("mtp")), predictors(), read_shapes(predictors()))
 
 
 def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> None:

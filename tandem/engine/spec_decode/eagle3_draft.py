@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.layout.eagle3 import EMBEDDING
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import load_eagle3
-from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.model_folder import has_tensor, read_tensors
 from tandem.types import UserError
 
 _TABLE = "model.embed_tokens.weight"
@@ -50,11 +51,8 @@ class Eagle3Draft:
 
 def load_eagle3_draft(folder: str | Path, model_folder: str | Path, model: Decoder) -> Eagle3Draft:
     """Returns the head in ``folder`` for ``model``, which is that of ``model_folder``. Raises ``UserError`` as ``load_eagle3``."""
-    shapes = model.shapes
-    if shapes.transformers is not None:
-        raise UserError("speculative_config method is 'eagle3' and the model is computed by transformers, which gives no hidden states; use 'ngram'")
-    embedding = model.embedded
-    if model.group is not None:
+    shapes, embedding = model.shapes, model.embedded
+    if model.group is not None and not has_tensor(folder, EMBEDDING):
         # The model's table is divided between ranks, and the head is computed by the first one.
         table = next((tensor for _, tensor in read_tensors(model_folder, lambda name: name == _TABLE)), None)
         if table is None:
