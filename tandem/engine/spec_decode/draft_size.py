@@ -8,7 +8,9 @@ from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.layout.eagle3 import EMBEDDING, Eagle3Shapes, eagle3_parameters
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
-from tandem.model.huggingface.model_folder import INDEX, WEIGHTS, has_tensor, read_shapes
+from tandem.model.huggingface.hub import INDEX, WEIGHTS
+from tandem.model.huggingface.model_folder import read_shapes
+from tandem.model.huggingface.tensor_names import tensor_names
 from tandem.model.model_source import commit_of, find_model
 from tandem.model.multi_token import check_predictor, layer_shapes
 from tandem.types import UserError
@@ -35,7 +37,7 @@ def check_head(speculative: SpeculativeConfig, folder: Path, shapes: ModelShapes
     if commit_of(head) is not None and not any((head / name).is_file() for name in (WEIGHTS, INDEX)):
         # A dry run has the description of a model of the Hub alone.
         return checked
-    return checked if has_tensor(head, EMBEDDING) else read_eagle3_of(head, shapes, own_embedding=False)
+    return checked if EMBEDDING in tensor_names(head) else read_eagle3_of(head, shapes, own_embedding=False)
 
 
 def draft_size(speculative: SpeculativeConfig | None, folder: Path, shapes: ModelShapes, dtype: str, has_ranks: bool) -> DraftSize:

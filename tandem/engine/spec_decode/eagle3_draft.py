@@ -12,7 +12,8 @@ from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import load_eagle3
-from tandem.model.huggingface.model_folder import has_tensor, read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.tensor_names import tensor_names
 from tandem.types import UserError
 
 _TABLE = "model.embed_tokens.weight"
@@ -52,7 +53,7 @@ class Eagle3Draft:
 def load_eagle3_draft(folder: str | Path, model_folder: str | Path, model: Decoder) -> Eagle3Draft:
     """Returns the head in ``folder`` for ``model``, which is that of ``model_folder``. Raises ``UserError`` as ``load_eagle3``."""
     shapes, embedding = model.shapes, model.embedded
-    if model.group is not None and not has_tensor(folder, EMBEDDING):
+    if model.group is not None and EMBEDDING not in tensor_names(folder):
         # The model's table is divided between ranks, and the head is computed by the first one.
         table = next((tensor for _, tensor in read_tensors(model_folder, lambda name: name == _TABLE)), None)
         if table is None:

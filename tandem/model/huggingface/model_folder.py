@@ -71,22 +71,6 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
     first tensor if a file is missing, and while reading if one is broken."""
     folder = Path(folder)
     stacks = _stacks_of(folder) if stacked else None
-    shards = _shards_of(folder)
-    wanted, blocks = is_wanted if stacks is None else stacks.wanted(is_wanted), _blocks_of(folder)
-    wanted = wanted if blocks is None else wanted_with_scales(wanted)
-    tensors: Iterator[tuple[str, Tensor]] = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
-    tensors = tensors if blocks is None else decoded(tensors, blocks)
-    yield from tensors if stacks is None else stacks.split(tensors)
-
-
-def has_tensor(folder: str | Path, name: str) -> bool:
-    """Returns whether a file of the folder has the tensor ``name``. Raises ``UserError`` as ``read_tensors``."""
-    folder = Path(folder)
-    return any(True for shard, listed in _shards_of(folder).items() for _ in read_file(folder / shard, listed, name.__eq__))
-
-
-def _shards_of(folder: Path) -> dict[str, list[str] | None]:
-    """Returns the files of the folder with the tensors that its index lists for each; ``None`` without an index. Raises ``UserError`` if one is missing."""
     shards: dict[str, list[str] | None] = {}
     if (folder / WEIGHTS).is_file():
         shards[WEIGHTS] = None
@@ -103,7 +87,11 @@ def _shards_of(folder: Path) -> dict[str, list[str] | None]:
     for shard in shards:
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
-    return shards
+    wanted, blocks = is_wanted if stacks is None else stacks.wanted(is_wanted), _blocks_of(folder)
+    wanted = wanted if blocks is None else wanted_with_scales(wanted)
+    tensors: Iterator[tuple[str, Tensor]] = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
+    tensors = tensors if blocks is None else decoded(tensors, blocks)
+    yield from tensors if stacks is None else stacks.split(tensors)
 
 
 def _blocks_of(folder: Path) -> tuple[int, int] | None:
