@@ -29,6 +29,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.jobs.checks.chosen_layout import on_this_machine
 from tandem.jobs.data_run.draft_inputs import rollouts_of
+from tandem.jobs.result import Figure
 from tandem.jobs.start import dry_run, resume, train
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.eagle3 import eagle3_shapes
@@ -109,6 +110,16 @@ def test_a_stopped_run_has_the_bits_of_an_undisturbed_one_and_its_head_has_vllms
     assert "predicted memory" in dry_run(load_config(recipe := write_recipe(tmp_path / "whole", data)), recipe)
     result = train(load_config(write_recipe(tmp_path / "whole", data)), progress=False)
     assert "eagle3" in result.commands[0]
+    with Journal(tmp_path / "whole" / "run" / "journal.sqlite", read_only=True) as journal:
+        first, last = (measured for _, kind, measured in journal.evaluations() if kind == "held_out_drafts")
+    # By hand: a step draws one token, and another for each draft that is accepted with all before it.
+    by_position = [last[f"acceptance/{position}"] for position in range(3)]
+    assert last["acceptance_length"] == pytest.approx(1 + by_position[0] * (1 + by_position[1] * (1 + by_position[2])))
+    assert result.figures == {name: Figure(first[name], last[name]) for name in ("loss", "acceptance_length")}
+    said = f"acceptance length {first['acceptance_length']:.2f} -> {last['acceptance_length']:.2f}"
+    assert said in result.summary() and "perplexity" not in result.summary()
+    shown = result.report.read_text()
+    assert "held-out acceptance length, tokens" in shown and f"acceptance length {first['acceptance_length']:.2f} before" in shown
     with pytest.raises(RunError, match="wants_stop stopped the run, which is saved"):
         train(load_config(write_recipe(tmp_path / "stopped", data)), progress=False, callbacks=[StopAt(2)])
     assert len(rows(tmp_path / "stopped" / "run")) < 4
