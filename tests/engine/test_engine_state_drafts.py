@@ -20,6 +20,7 @@ from tandem.engine.kv_cache.cache_tensors import block_bytes
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.spec_decode.draft_size import draft_size
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
 from tandem.jobs.checks.check_rl import check_engine_on_model
@@ -185,6 +186,21 @@ def test_the_swap_space_counts_the_cache_of_a_draft(make_folder: Folders, predic
     llm = LLM(folder, swap_space=2**-12, speculative_config={"method": method, **({"model": str(model[method])} if model else {})})
     size, blocks = block_bytes(llm.engine._runner._all_caches), llm.engine.settings.swap_blocks
     assert blocks * size <= 2**18 < (blocks + 1) * size
+
+
+@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_the_weights_of_a_head_count_an_embedding_only_where_it_holds_one(
+    make_folder: Folders, heads: Folders, tmp_path: Path, own_embedding: bool, has_ranks: bool
+) -> None:
+    model, head = make_folder("qwen3"), tmp_path / "head"
+    shutil.copytree(heads("qwen3"), head)
+    tensors, table = load_file(head / "model.safetensors"), load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    if own_embedding:
+        save_file(tensors | {"embed_tokens.weight": table}, head / "model.safetensors")
+    size = draft_size(SpeculativeConfig("eagle3", str(head)), model, read_shapes(model), "float32", has_ranks)
+    weights = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
+    assert size.weights == weights + (table.nbytes if own_embedding or has_ranks else 0)
 
 
 def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders, predictors: Folders) -> None:

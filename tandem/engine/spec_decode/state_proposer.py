@@ -68,7 +68,8 @@ class StateProposer:
         self._batch, self._most_rows, self._costs = batch, most_rows, costs
         self._device = batch.on_device.device
         self._pending: tuple[str, int, Tensor] | None = None
-        """Of a prompt that is not complete: its request, the position whose next token is not known yet, and the state [1, W] there."""
+        """Of the prompt that is not complete, of which the scheduler has one at a time: its request, the position whose next token is not known yet, and the
+        state [1, W] there."""
         self.allocate(blocks)
 
     def allocate(self, blocks: int) -> None:
