@@ -21,7 +21,7 @@ from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_size import draft_size
-from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.draft_switch import DraftSwitch
 from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
 from tandem.jobs.checks.check_rl import check_engine_on_model
 from tandem.model.huggingface.model_config import read_shapes
@@ -241,18 +241,43 @@ def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> No
         LLM(predictors(), speculative_config={"method": "mpt"})
 
 
-def test_the_time_of_proposing_counts_for_each_draft_token() -> None:
-    costs = StepCosts(4)
-    # A token costs 1 ms of a step of 10 ms with one, and proposing it 2 ms.
-    costs.observe(1, 0.010)
-    assert costs.worth(1) == 0.0
-    costs.proposed(1, 4, 0.008)
-    costs.observe(5, 0.014 + 0.008)
-    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
-    costs.proposed(1, 4, 0.008)
-    costs.observe(900, 1.0, is_pure=False)
-    costs.observe(1, 0.010)
-    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+def time_of(switch: DraftSwitch, sequences: int, accepted: float, factor: float, steps: int, plain_s: float = 0.01) -> float:
+    """Returns the time of ``steps`` tokens of each of ``sequences`` sequences, of that without drafts. A step with drafts takes ``factor`` times as long, and
+    every sequence draws ``accepted`` more tokens."""
+    taken = drawn = 0.0
+    while drawn < steps:
+        drafts = switch.pays(sequences)
+        seconds, more = (factor * plain_s, accepted) if drafts else (plain_s, 0.0)
+        switch.observe(sequences, 4 * sequences * drafts, round(more * sequences), seconds)
+        taken, drawn = taken + seconds, drawn + 1 + more
+    return taken / (plain_s * steps)
+
+
+def test_drafts_that_pay_are_fed_and_what_others_cost_is_a_hundredth_of_the_time() -> None:
+    # A step with drafts that takes 1.5 times as long and draws 3 tokens: half of the time, but for one step in 33 without them.
+    assert time_of(DraftSwitch(4), 1, 2, 1.5, 1000) < 0.55 and time_of(DraftSwitch(4), 16, 2, 1.5, 4000) < 0.6
+    for sequences in (1, 4, 16, 64):
+        for accepted, factor in ((0, 1.1), (0, 3.0), (1, 2.5)):
+            assert 1.0 <= time_of(DraftSwitch(4), sequences, accepted, factor, 2000) < 1.015, (sequences, accepted, factor)
+
+
+def test_drafts_are_tried_again_and_stop_where_they_no_longer_pay() -> None:
+    switch = DraftSwitch(4)
+    assert not switch.pays(1), "there is nothing to compare with"
+    assert time_of(switch, 1, 0, 2.0, 1000) < 1.015
+    # They begin to pay, and do not any more.
+    assert time_of(switch, 1, 3, 2.0, 4000) < 0.6
+    assert time_of(switch, 1, 0, 2.0, 4000) < 1.015
+    # A number of sequences says nothing of another.
+    assert time_of(switch, 16, 3, 2.0, 4000) < 0.6
+
+
+def test_a_step_that_another_program_delayed_changes_little() -> None:
+    switch = DraftSwitch(4)
+    time_of(switch, 1, 2, 1.5, 400)
+    for proposed in (4, 0):
+        switch.observe(1, proposed, 2 * bool(proposed), 10.0)
+    assert time_of(switch, 1, 2, 1.5, 400) < 0.7
 
 
 def test_states_that_do_not_follow_the_others_replace_them() -> None:

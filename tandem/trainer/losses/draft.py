@@ -1,6 +1,7 @@
 """The loss of an EAGLE-3 draft head (Li et al., 2025, section 3.2): the cross-entropy to the target's distribution at every position of a draft."""
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -47,4 +48,4 @@ def with_acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
 def acceptance_length(rates: Sequence[float]) -> float:
     """Returns the mean number of tokens of a step of greedy speculative decoding, the model's own among them (the acceptance length of EAGLE's papers, the mean
     acceptance length of vLLM): 1 + a_0 + a_0 a_1 + ..., where the token at position k is accepted at the rate a_k after those before it."""
-    return 1.0 + sum(itertools.accumulate(rates, operator.mul))
+    return 1.0 + math.fsum(itertools.accumulate(rates, operator.mul))
