@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--strength", type=float, default=0.05)
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
@@ -94,7 +95,7 @@ def main() -> None:
     off = engine_of(None, options.strength, folders)
     engines = {kind: engine_of(kind, options.strength, folders) for kind in KINDS}
     lines, promises = [], []
-    for work in WORKS:
+    for work in [each for each in WORKS if each[1] in options.sequences]:
         turns: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in KINDS}
         for turn in range(options.rounds + 1):
             for kind, engine in engines.items():

@@ -74,7 +74,7 @@ def make_components(
     if speculative is not None and speculative.measures_costs:
         limit = speculative.default_limit(weights.device.type)
         # A match says of each draft token how likely it is, so that the cost of one decides, and not that of whole drafts.
-        step_costs, draft_switch = (StepCosts(limit), None) if speculative.method == "suffix" else (None, DraftSwitch(limit))
+        step_costs, draft_switch = (StepCosts(limit), None) if speculative.method == "suffix" else (None, DraftSwitch(limit, weights.device.type))
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}

@@ -1,5 +1,6 @@
 """Decides by the measured time of steps whether draft tokens are fed, and spends a small share of the time on finding out."""
 
+import time
 from dataclasses import dataclass
 
 _ALLOWED_LOSS = 0.01
@@ -34,11 +35,23 @@ class DraftSwitch:
     loses, the fewer there are. Up to ``limit`` sequences a first trial is assumed to lose nothing, above it as much as a step takes.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, device: str = "cpu") -> None:
         self._limit = limit
+        # On a CPU other programs take time from single steps, which says nothing of what was computed in them.
+        self._clock = time.thread_time if device == "cpu" else time.perf_counter
+        self._began_s = 0.0
         self._measured: dict[int, _Measured] = {}
         self._allowance_s = 0.0
         self._has_begun = False
+
+    def begin(self) -> None:
+        """Marks the beginning of a step."""
+        self._began_s = self._clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds since ``begin``: of the engine's thread on a CPU, else by the clock."""
+        return self._clock() - self._began_s
 
     def pays(self, sequences: int) -> bool:
         """Returns whether a step of ``sequences`` decoding sequences may feed draft tokens."""
