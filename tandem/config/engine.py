@@ -55,8 +55,8 @@ class SpeculativeConfig:
     adaptive: bool = True
     """Adapt the number of draft tokens of a sequence to its recent acceptance rate."""
     disable_by_batch_size: int | None = None
-    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU; for adaptive `suffix`, `mtp` and `eagle3`,
-    draft tokens are fed where the measured time of steps says that they pay, at most with 16 and 256."""
+    """Maximum number of decoding sequences in a step with draft tokens. Empty, and `adaptive`: they are fed where the measured time of steps says that they
+    pay, at most with 16 sequences on a CPU and 256 on a GPU; not `adaptive`: with 4 and 64."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "suffix_decoding_max_tree_depth": "matches have no maximum length, and num_speculative_tokens limits the draft",
@@ -101,7 +101,7 @@ class SpeculativeConfig:
     @property
     def measures_costs(self) -> bool:
         """Whether the measured time of steps decides how many draft tokens are fed."""
-        return self.method in ("suffix", *HEAD_METHODS) and self.adaptive and self.disable_by_batch_size is None
+        return self.adaptive and self.disable_by_batch_size is None
 
     def batch_limit(self, device: str, max_num_seqs: int) -> int:
         """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``; more where the measured

@@ -114,7 +114,7 @@ class LLM:
         check_ranks(shapes, args)
         check_states(args, shapes)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
-        draft_memory = draft_size(args.speculative_config, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
+        draft_memory = draft_size(args.speculative_config, folder, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
         settings = resolve(args, shapes, dtype, draft_memory)
         tell_of_long_frequencies(shapes, settings.max_model_len)
         self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)

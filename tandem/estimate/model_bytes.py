@@ -112,7 +112,9 @@ def cut_by_zero(weights: int, moments: int, ranks: int, stage: int, gradients: i
 
 
 def held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
-    """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
+    """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked, but those of a draft head."""
+    if shapes.own_parameters:
+        return [(math.prod(shape), len(shape) == 2 and not name.startswith("lm_head.")) for name, shape in shapes.own_parameters]
     layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
     return [(count, False) for count in held_outside_layers(shapes)] + [held for layer in layers for held in layer]
 

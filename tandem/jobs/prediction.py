@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
+from tandem.estimate.draft_work import draft_work
 from tandem.estimate.hardware.hardware import DISK_BANDWIDTH
 from tandem.estimate.model_bytes import trained_bytes
 from tandem.estimate.resident_bytes import resident_bytes
@@ -13,6 +14,7 @@ from tandem.estimate.rl_work import forward_and_backward, rl_work
 from tandem.estimate.time import Product, Speed, Work, training_work
 from tandem.layout.residents import Residency
 from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.planner.recipe_layout import draft_of
 from tandem.pod.rl_models import rl_models
 
 SHORTEST = 1
@@ -50,16 +52,21 @@ def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, pro
 
 def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measure) -> dict[str, Any]:
     """Returns the same of a step of a run on data, whose sequences are all of ``data.sequence_length`` tokens."""
-    trainer, parallel = recipe.trainer, recipe.parallel
-    work = training_work(
-        shapes, trainer.dtype, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens, forward_and_backward(trainer), 1, 1
-    )
+    parallel, work = recipe.parallel, data_work(recipe, shapes)
     began = perf_counter()
     speed = measured_speed([work], measure)
     took_s = perf_counter() - began
     micro_batches = max(1, recipe.step_tokens // (parallel.data * recipe.most_tokens))
     bubble = (parallel.pipeline - 1) / (parallel.virtual_stages * micro_batches)
     return {"at": [[0, {"train": work.seconds(speed) / parallel.world * (1 + bubble)}]], "bytes_per_s": speed.bytes_per_s, "took_s": took_s}
+
+
+def data_work(recipe: PretrainRecipe, shapes: ModelShapes) -> Work:
+    """Returns the work of a step of a run on data: of training a model of ``shapes``, or a draft head beside it."""
+    dtype, tokens, length, draft = recipe.trainer.dtype, recipe.step_tokens, recipe.data.sequence_length, draft_of(recipe, shapes)
+    if draft is not None:
+        return draft_work(shapes, draft, dtype, tokens, length, recipe.most_tokens)
+    return training_work(shapes, dtype, tokens, length, recipe.most_tokens, forward_and_backward(recipe.trainer), 1, 1)
 
 
 def measured_speed(works: Sequence[Work], measure: Measure) -> Speed:

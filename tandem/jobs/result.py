@@ -28,9 +28,9 @@ class RunResult:
 
     Args:
         steps: optimizer steps taken.
-        figures: by name: ``loss`` on the held-out data, in nats per token or of preference pairs; ``pair_accuracy``, the share of the held-out pairs
-            whose chosen answer is preferred; ``accuracy``, sampled, before on the held-out prompts of step 0 and
-            after on the final ones; ``greedy_accuracy`` on the final prompts.
+        figures: by name: ``loss`` on the held-out data, in nats per token, of preference pairs or of a draft head; ``pair_accuracy``, the share of the
+            held-out pairs whose chosen answer is preferred; ``acceptance_length``, the tokens of a step of speculative decoding; ``accuracy``, sampled,
+            before on the held-out prompts of step 0 and after on the final ones; ``greedy_accuracy`` on the final prompts.
         model: the trained model's folder.
         commands: shell commands to try the model.
         reached: whether the target is reached (``None``: the job has no target).
@@ -76,8 +76,9 @@ class RunResult:
     def _headline(self) -> str:
         loss = self.figures.get("loss")
         if loss is not None and loss.before is not None and loss.after is not None:
-            pairs = self.figures.get("pair_accuracy")
+            pairs, drafts = self.figures.get("pair_accuracy"), self.figures.get("acceptance_length")
             more = f"perplexity {math.exp(min(loss.after, 700.0)):.2f}" if pairs is None else f"accuracy of pairs {pairs.before:.3f} -> {pairs.after:.3f}"
+            more = more if drafts is None else f"acceptance length {drafts.before:.2f} -> {drafts.after:.2f}"
             return f"{self.steps} steps: held-out loss {loss.before:.4f} -> {loss.after:.4f} ({more})"
         if self.reached is None:
             return f"{self.steps} steps"
@@ -88,7 +89,7 @@ class RunResult:
 
 def held_out_figures(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     """Returns the figures of the held-out evaluations of a run on data, in their order."""
-    names = {"loss": "loss", "accuracy": "pair_accuracy"}
+    names = {"loss": "loss", "accuracy": "pair_accuracy", "acceptance_length": "acceptance_length"}
     return {figure: Figure(evaluations[0][name], evaluations[-1][name]) for name, figure in names.items() if evaluations and name in evaluations[0]}
 
 

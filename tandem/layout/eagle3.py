@@ -9,6 +9,8 @@ EMBEDDING = "embed_tokens.weight"
 """The head's own table, which is never trained."""
 PUBLISHED = "draft."
 """Before the names of a head's parameters among published weights."""
+MOST_DRAFT_VOCABULARY = 32000
+"""The tokens that a new head can propose by default."""
 AUX_LAYERS = 3
 """The hidden states of the target that a head reads: a low, a middle and a high one."""
 

@@ -66,10 +66,9 @@ class MultiTokenPredictor:
         return self.kernels.rms_norm(x.contiguous(), weight, self.shapes.rms_norm_eps, self.shapes.centred_norms)
 
 
-def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
-    """Returns the first layer of multi-token prediction of the folder of ``model``, packed as its layers are. Raises ``UserError`` if it has none, or one that
-    is broken."""
-    config, shapes = read_json(Path(folder) / "config.json"), model.shapes
+def check_predictor(folder: str | Path, shapes: ModelShapes) -> None:
+    """Raises ``UserError`` if the model of ``shapes`` in ``folder`` has no layer of multi-token prediction that is read, by its ``config.json`` alone."""
+    config = read_json(Path(folder) / "config.json")
     count = config.get(LAYERS_KEY)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(
@@ -79,8 +78,14 @@ def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
     if is_packed_config(config) or shapes.transformers is not None:
         what = "is quantized" if is_packed_config(config) else "is computed by transformers"
         raise UserError(f"speculative_config method is 'mtp' and model '{folder}' {what}, where no layer of multi-token prediction is read; use 'ngram'")
+
+
+def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
+    """Returns the first layer of multi-token prediction of the folder of ``model``, packed as its layers are. Raises ``UserError`` if it has none, or one that
+    is broken."""
+    check_predictor(folder, model.shapes)
     try:
-        return _load(folder, model, layer_shapes(shapes, model.group is None))
+        return _load(folder, model, layer_shapes(model.shapes, model.group is None))
     except UserError as error:
         raise UserError(f"model '{folder}', layer of multi-token prediction: {error}") from None
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.config.parallel import AXES, ParallelConfig
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.planner.model_input import recipe_shapes
@@ -24,6 +25,8 @@ def with_layout(recipe: AnyRecipe, gpus: Sequence[str], hardware: Hardware | Non
     GPUs, data parallelism over the ``cores``. A recipe whose layout is given is returned as it is. Raises ``UserError`` if none fits."""
     if recipe.parallel.layout == "given":
         return recipe, ""
+    if isinstance(recipe, PretrainRecipe) and recipe.trains_draft:
+        return replace(recipe, parallel=replace(recipe.parallel, layout="given")), "layout: one process (a draft head is trained beside one whole model)"
     if not gpus:
         data = ranks_that_divide(batch_sequences(recipe), cores)
         chosen = replace(recipe.parallel, layout="given", data=data, zero=1 if data > 1 else 0)

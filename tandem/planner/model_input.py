@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.config.bundled import bundled_recipes
 from tandem.config.model import ModelConfig
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
@@ -20,6 +21,11 @@ def read_model(name: str, ignored: tuple[str, ...] = ()) -> tuple[ModelShapes, d
     path = Path(name)
     if is_recipe(name):
         recipe = load_config(name)
+        if isinstance(recipe, PretrainRecipe) and recipe.trains_draft:
+            raise UserError(
+                f"'{name}' trains a draft head beside one whole model, in one process that has no layout to choose; 'tandem train {name} --dry-run' predicts "
+                "its memory and time"
+            )
         shapes = recipe_shapes(recipe.model, ignored)
         return shapes, {"sequence": sequence_tokens(recipe, shapes), "global_batch": batch_sequences(recipe), "trainer": recipe.trainer}
     if path.is_dir() or path.suffix == ".json":

@@ -55,10 +55,13 @@ def cards(run: RunFacts, totals: Totals) -> list[Card]:
         after = [e["accuracy"] for e in run.evaluations if e["kind"] == after_kind] or before[1:]
         if before:
             shown.append(_change(name, before[0], after[-1] if after else None, ".3f"))
-    losses = [e["loss"] for e in run.evaluations if e["kind"] == "held_out"]
+    losses = [e["loss"] for e in run.evaluations if e["kind"] in ("held_out", "held_out_drafts")]
+    drafts = [e["acceptance_length"] for e in run.evaluations if "acceptance_length" in e]
     pairs = [e["accuracy"] for e in run.evaluations if e["kind"] == "held_out_pairs"]
     if pairs:
         shown.append(_change("held-out pairs preferred rightly", pairs[0], pairs[-1] if len(pairs) > 1 else None, ".3f"))
+    if drafts:
+        shown.append(_change("held-out acceptance length, tokens", drafts[0], drafts[-1] if len(drafts) > 1 else None, ".2f"))
     if losses:
         shown.append(_change("held-out loss, nats per token", losses[0], losses[-1] if len(losses) > 1 else None, ".4f"))
     asked = None if run.recipe is None else run.recipe.get("run.max_steps")

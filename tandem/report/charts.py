@@ -57,6 +57,7 @@ DATA: Mapping[str, tuple[Curve, ...]] = {
         _curve("Learning rate", "actor/lr", "", 0),
         _curve("Entropy", "train/entropy", "nats"),
         _curve("Load balance of the router", "router/max_overload", rare=True),
+        _curve("Acceptance length of drafts", "draft/acceptance_length", "tokens", 1),
     ),
 }
 EVERY_JOB: Mapping[str, tuple[Curve, ...]] = {
@@ -121,7 +122,7 @@ def _loss(runs: Sequence[RunFacts]) -> Chart:
     series: list[Series] = []
     for number, run in enumerate(runs):
         series += _training(run, number, "training", "train/loss")
-        series += _evaluated(run, number, "held out", ("held_out", "held_out_pairs"), "loss")
+        series += _evaluated(run, number, "held out", ("held_out", "held_out_pairs", "held_out_drafts"), "loss")
     return Chart("Loss", series, "nats per token")
 
 

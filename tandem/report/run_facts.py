@@ -133,6 +133,11 @@ def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
         first, last = pairs[0], pairs[-1]
         accuracy = f"accuracy {first['accuracy']:.3f} before, {last['accuracy']:.3f}"
         return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f}, {accuracy} of {last['pairs']} pairs after {last['step']} steps"
+    drafts = [e for e in evaluations if "acceptance_length" in e]
+    if drafts:
+        first, last = drafts[0], drafts[-1]
+        length = f"acceptance length {first['acceptance_length']:.2f} before, {last['acceptance_length']:.2f} tokens"
+        return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f}, {length} after {last['step']} steps"
     by_kind = {kind: [e for e in evaluations if e["kind"] == kind] for kind in ("sampled", "greedy", "final", "final_greedy")}
     said = []
     if by_kind["sampled"]:

@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
 from tandem.jobs import start_rl
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.eagle3 import eagle3_shapes
 from tandem.model.create_model import create_model
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import initialise_eagle3, save_eagle3
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.types import RunError
 from tandem.weight_transfer import shared_memory
 
@@ -254,6 +260,28 @@ def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) 
     (broken / "config.json").write_text("[")
     assert "config.json" in command(*given).refusal()
     assert untouched(recipe)
+
+
+@pytest.mark.full
+def test_a_draft_head_of_another_model_is_refused_by_a_dry_run_and_before_weights_are_read(command, recipe, model, tmp_path) -> None:
+    for name, hidden in (("fits", 0), ("other", 8)):
+        shapes = eagle3_shapes(target := read_shapes(model), target.vocab_size)
+        layer = replace(shapes.layer, hidden_size=hidden or shapes.layer.hidden_size)
+        head = Eagle3Head(replace(shapes, layer=layer), ReferenceKernels())
+        initialise_eagle3(head, 0)
+        save_eagle3(head, tmp_path / name)
+    asked = ("train", recipe, *NO_MODEL, f"--model.path={model}", "--dry-run")
+    option = lambda name: f"--rollout.engine.speculative_config={{method: eagle3, model: {tmp_path / name}}}"
+    says = f"draft head '{tmp_path / 'other'}' has hidden_size 8 and the model {target.hidden_size}; name a head that was trained for this model"
+    assert command(*asked, option("other")).refusal() == says
+    assert "no layer of multi-token" in command(*asked, "--rollout.engine.speculative_config={method: mtp}").refusal()
+    assert command(*asked, option("fits")).code == 0
+    # A folder without weights.
+    (tmp_path / "bare").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "bare")
+    config = json.dumps({"method": "eagle3", "model": str(tmp_path / "other")})
+    assert command("generate", tmp_path / "bare", "--prompt", "1", "--speculative-config", config).refusal() == says
+    assert "no layer of multi-token" in command("generate", tmp_path / "bare", "--prompt", "1", "--speculative-config", '{"method": "mtp"}').refusal()
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_by_every_command(command, recipe, model, tmp_path) -> None:

@@ -123,7 +123,7 @@ def test_a_hybrid_refuses_what_its_states_cannot_do(make_folder: Callable[..., P
     with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model with layers of linear attention does not support"):
         start(folders, 16, "roomy", "mtp")
     with pytest.raises(UserError, match="speculative_config method is 'mtp', which a qwen3_next model"):
-        check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig("mtp")), read_shapes(folders["plain"]))
+        check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig("mtp")), folders["plain"], read_shapes(folders["plain"]))
     with pytest.raises(UserError, match=r"engine swap_space is 1e-06 GiB, and a qwen3_next model's states of one sequence take 0.0000 GiB"):
         start(folders, 16, "roomy", "none", swap_space=1e-6)
     with pytest.raises(UserError, match="the draft model is a qwen3_next with layers of linear attention"):

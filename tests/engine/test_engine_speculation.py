@@ -218,6 +218,18 @@ def test_a_full_batch_does_not_guess(make_llm: Callable[..., LLM], draft: Callab
     assert llm.engine.cumulative_stats().speculation.proposals > 0
 
 
+def test_the_measured_time_of_steps_decides_by_default_whether_an_engine_guesses(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
+    llm = make_llm(speculative_config=draft(disable_by_batch_size=None))
+    assert outputs(llm) == outputs(make_llm())
+    switch, before = llm.engine._scheduler.draft_switch, llm.engine.cumulative_stats().speculation.proposals
+    assert switch is not None and not switch.pays(64), "64 sequences were never measured"
+    switch.pays = lambda sequences: False  # type: ignore[method-assign]
+    assert outputs(llm) == outputs(make_llm()) and llm.engine.cumulative_stats().speculation.proposals == before
+    switch.pays = lambda sequences: True  # type: ignore[method-assign]
+    assert outputs(llm) == outputs(make_llm()) and llm.engine.cumulative_stats().speculation.proposals > before
+    assert make_llm(speculative_config=draft()).engine._scheduler.draft_switch is None
+
+
 @pytest.mark.parametrize(
     ("speculative", "says"),
     [

@@ -1,6 +1,9 @@
 """Drafts by heads that read the model's hidden states: they propose what their equations say, and change no bit of what is drawn."""
 
 import contextlib
+import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,17 @@ from draft_heads import PublishedEagle3, PublishedPredictor, eagle3_head, with_p
 from engine_matrix import MEMORY
 from safetensors.torch import load_file, save_file
 
+from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.engine.core.request import Sequence
 from tandem.engine.kv_cache.cache_tensors import block_bytes
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.draft_size import draft_size
+from tandem.engine.spec_decode.draft_switch import DraftSwitch
 from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
+from tandem.jobs.checks.check_rl import check_engine_on_model
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
 
@@ -205,6 +212,21 @@ def test_the_swap_space_counts_the_cache_of_a_draft(make_folder: Folders, predic
     assert blocks * size <= 2**18 < (blocks + 1) * size
 
 
+@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_the_weights_of_a_head_count_an_embedding_only_where_it_holds_one(
+    make_folder: Folders, heads: Folders, tmp_path: Path, own_embedding: bool, has_ranks: bool
+) -> None:
+    model, head = make_folder("qwen3"), tmp_path / "head"
+    shutil.copytree(heads("qwen3"), head)
+    tensors, table = load_file(head / "model.safetensors"), load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    if own_embedding:
+        save_file(tensors | {"embed_tokens.weight": table}, head / "model.safetensors")
+    size = draft_size(SpeculativeConfig("eagle3", str(head)), model, read_shapes(model), "float32", has_ranks)
+    weights = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
+    assert size.weights == weights + (table.nbytes if own_embedding or has_ranks else 0)
+
+
 def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders, predictors: Folders) -> None:
     with pytest.raises(UserError, match=r"method is 'eagle3' and no model is given; name the folder of an EAGLE-3 head"):
         LLM(make_folder("qwen3"), speculative_config={"method": "eagle3"})
@@ -214,6 +236,28 @@ def test_heads_of_other_models_are_refused(make_folder: Folders, heads: Folders,
         LLM(predictors(), speculative_config={"method": "mtp", "model": str(heads("qwen3"))})
 
 
+def test_a_head_that_the_model_lacks_or_that_is_not_its_own_is_refused_by_the_check_of_a_run_and_before_weights_are_read(
+    make_folder: Folders, predictors: Folders, heads: Folders, tmp_path: Path
+) -> None:
+    shutil.copytree(heads("qwen3"), tmp_path / "wide")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    # Without weights.
+    (tmp_path / "bare").mkdir()
+    shutil.copy(make_folder("qwen3") / "config.json", tmp_path / "bare")
+    for given, says in (
+        ({"method": "mtp"}, "bare' has num_nextn_predict_layers None: no layer of multi-token prediction; choose method 'ngram'"),
+        ({"method": "eagle3", "model": str(tmp_path / "wide")}, f"wide' has hidden_size 64 and the model {config['hidden_size']}; name a head"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig(**given)), tmp_path / "bare", read_shapes(tmp_path / "bare"))
+        with pytest.raises(UserError, match=re.escape(says)):
+            LLM(tmp_path / "bare", skip_tokenizer_init=True, speculative_config=given)
+    own = SpeculativeConfig("eagle3", str(heads("qwen3")))
+    check_engine_on_model(EngineArgs(speculative_config=own), make_folder("qwen3"), read_shapes(make_folder("qwen3")))
+    check_engine_on_model(EngineArgs(speculative_config=SpeculativeConfig("mtp")), predictors(), read_shapes(predictors()))
+
+
 def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> None:
     llm = LLM(predictors(), speculative_config={"method": "deepseek_mtp"})
     assert llm.engine._inputs._speculative is not None and llm.engine._inputs._speculative.draft_tokens == 1
@@ -221,18 +265,43 @@ def test_the_methods_of_vllm_are_known_by_their_names(predictors: Folders) -> No
         LLM(predictors(), speculative_config={"method": "mpt"})
 
 
-def test_the_time_of_proposing_counts_for_each_draft_token() -> None:
-    costs = StepCosts(4)
-    # A token costs 1 ms of a step of 10 ms with one, and proposing it 2 ms.
-    costs.observe(1, 0.010)
-    assert costs.worth(1) == 0.0
-    costs.proposed(1, 4, 0.008)
-    costs.observe(5, 0.014 + 0.008)
-    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
-    costs.proposed(1, 4, 0.008)
-    costs.observe(900, 1.0, is_pure=False)
-    costs.observe(1, 0.010)
-    assert costs.worth(1) == pytest.approx((0.001 + 0.002) / 0.010)
+def time_of(switch: DraftSwitch, sequences: int, accepted: float, factor: float, steps: int, plain_s: float = 0.01) -> float:
+    """Returns the time of ``steps`` tokens of each of ``sequences`` sequences, of that without drafts. A step with drafts takes ``factor`` times as long, and
+    every sequence draws ``accepted`` more tokens."""
+    taken = drawn = 0.0
+    while drawn < steps:
+        drafts = switch.pays(sequences)
+        seconds, more = (factor * plain_s, accepted) if drafts else (plain_s, 0.0)
+        switch.observe(sequences, 4 * sequences * drafts, round(more * sequences), seconds)
+        taken, drawn = taken + seconds, drawn + 1 + more
+    return taken / (plain_s * steps)
+
+
+def test_drafts_that_pay_are_fed_and_what_others_cost_is_a_hundredth_of_the_time() -> None:
+    # A step with drafts that takes 1.5 times as long and draws 3 tokens: half of the time, but for one step in 33 without them.
+    assert time_of(DraftSwitch(4), 1, 2, 1.5, 1000) < 0.55 and time_of(DraftSwitch(4), 16, 2, 1.5, 4000) < 0.6
+    for sequences in (1, 4, 16, 64):
+        for accepted, factor in ((0, 1.1), (0, 3.0), (1, 2.5)):
+            assert 1.0 <= time_of(DraftSwitch(4), sequences, accepted, factor, 2000) < 1.015, (sequences, accepted, factor)
+
+
+def test_drafts_are_tried_again_and_stop_where_they_no_longer_pay() -> None:
+    switch = DraftSwitch(4)
+    assert not switch.pays(1), "there is nothing to compare with"
+    assert time_of(switch, 1, 0, 2.0, 1000) < 1.015
+    # They begin to pay, and do not any more.
+    assert time_of(switch, 1, 3, 2.0, 4000) < 0.6
+    assert time_of(switch, 1, 0, 2.0, 4000) < 1.015
+    # A number of sequences says nothing of another.
+    assert time_of(switch, 16, 3, 2.0, 4000) < 0.6
+
+
+def test_a_step_that_another_program_delayed_changes_little() -> None:
+    switch = DraftSwitch(4)
+    time_of(switch, 1, 2, 1.5, 400)
+    for proposed in (4, 0):
+        switch.observe(1, proposed, 2 * bool(proposed), 10.0)
+    assert time_of(switch, 1, 2, 1.5, 400) < 0.7
 
 
 def test_states_that_do_not_follow_the_others_replace_them() -> None:

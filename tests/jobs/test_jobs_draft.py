@@ -26,13 +26,17 @@ from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.jobs.checks.chosen_layout import on_this_machine
 from tandem.jobs.data_run.draft_inputs import rollouts_of
+from tandem.jobs.result import Figure
 from tandem.jobs.start import dry_run, resume, train
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.eagle3 import eagle3_shapes
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import initialise_eagle3, save_eagle3
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.planner.recipe_layout import recipe_layout
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
 from tandem.text.tokenizer import Tokenizer
@@ -106,6 +110,16 @@ def test_a_stopped_run_has_the_bits_of_an_undisturbed_one_and_its_head_has_vllms
     assert "predicted memory" in dry_run(load_config(recipe := write_recipe(tmp_path / "whole", data)), recipe)
     result = train(load_config(write_recipe(tmp_path / "whole", data)), progress=False)
     assert "eagle3" in result.commands[0]
+    with Journal(tmp_path / "whole" / "run" / "journal.sqlite", read_only=True) as journal:
+        first, last = (measured for _, kind, measured in journal.evaluations() if kind == "held_out_drafts")
+    # By hand: a step draws one token, and another for each draft that is accepted with all before it.
+    by_position = [last[f"acceptance/{position}"] for position in range(3)]
+    assert last["acceptance_length"] == pytest.approx(1 + by_position[0] * (1 + by_position[1] * (1 + by_position[2])))
+    assert result.figures == {name: Figure(first[name], last[name]) for name in ("loss", "acceptance_length")}
+    said = f"acceptance length {first['acceptance_length']:.2f} -> {last['acceptance_length']:.2f}"
+    assert said in result.summary() and "perplexity" not in result.summary()
+    shown = result.report.read_text()
+    assert "held-out acceptance length, tokens" in shown and f"acceptance length {first['acceptance_length']:.2f} before" in shown
     with pytest.raises(RunError, match="wants_stop stopped the run, which is saved"):
         train(load_config(write_recipe(tmp_path / "stopped", data)), progress=False, callbacks=[StopAt(2)])
     assert len(rows(tmp_path / "stopped" / "run")) < 4
@@ -115,6 +129,35 @@ def test_a_stopped_run_has_the_bits_of_an_undisturbed_one_and_its_head_has_vllms
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert {"fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "lm_head.weight", "d2t", "t2d"} <= set(whole)
     assert "embed_tokens.weight" not in whole and whole["lm_head.weight"].shape == (200, 32)
+
+
+@pytest.mark.full
+def test_the_peak_of_a_run_is_within_a_quarter_of_the_prediction_which_counts_what_the_head_needs_and_not_the_model(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(data / "model", folder)
+    config = Qwen3Config.from_pretrained(folder)
+    config.update({"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 768, "vocab_size": 4096, "max_position_embeddings": 256})
+    config.update({"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12})
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    source = Path(__file__).parents[2] / "tandem" / "layout"
+    tokenize(TokenizeSettings(str(source), str(tmp_path / "text"), str(folder), DocumentFormat(suffixes=(".py",)), workers=1))
+    text = {"train": [{"path": str(tmp_path / "text")}], "held_out": "", "sequence_length": 256, "global_batch_size": 8}
+    algorithm, trainer = {"draft_vocab_size": 4096}, {"micro_batch_tokens": 1024}
+    recipe = write_recipe(tmp_path, data, model={"path": str(folder)}, data=text, algorithm=algorithm, trainer=trainer, run={"max_steps": 3})
+    shapes, loaded = read_shapes(folder), load_config(recipe)
+    predicted = predict_rank_memory(shapes, recipe_layout(loaded, shapes, on_cpu=True)).total
+    (said,) = [line for line in dry_run(loaded, recipe).splitlines() if line.startswith("predicted memory: ")]
+    assert int(said.split()[2].replace(",", "")) == pytest.approx(predicted / 2**20, abs=2)
+    process = subprocess.Popen([*PROGRAM, "train", str(recipe)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and predicted / 1.25 < 1024 * usage.ru_maxrss < 1.25 * predicted, (predicted, 1024 * usage.ru_maxrss)
+
+
+def test_tandem_plan_names_the_command_that_predicts_a_run_of_one_process(data: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, data, parallel={"layout": "auto"})
+    assert "in one process that has no layout to choose; 'tandem train " in refused("plan", str(recipe))
+    chosen, line = on_this_machine(load_config(recipe))
+    assert chosen.parallel.world == 1 and line.startswith("layout: one process")
 
 
 def write_samples(run: Path, steps: Sequence[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]], last_is_sampled: bool = True) -> None:

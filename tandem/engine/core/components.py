@@ -18,6 +18,7 @@ from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.draft_switch import DraftSwitch
 from tandem.engine.spec_decode.proposers import make_proposer
 from tandem.engine.spec_decode.state_proposer import DraftHead
 from tandem.engine.spec_decode.step_costs import StepCosts
@@ -71,7 +72,11 @@ def make_components(
         adapter_key=adapters.key,
         states=state_rows(shapes, settings, launches_ahead),
     )
-    step_costs = StepCosts(speculative.default_limit(weights.device.type)) if speculative is not None and speculative.measures_costs else None
+    step_costs, draft_switch = None, None
+    if speculative is not None and speculative.measures_costs:
+        limit = speculative.default_limit(weights.device.type)
+        # A match says of each draft token how likely it is, so that the cost of one decides, and not that of whole drafts.
+        step_costs, draft_switch = (StepCosts(limit), None) if speculative.method == "suffix" else (None, DraftSwitch(limit, weights.device.type))
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
         sizes = {
@@ -96,7 +101,8 @@ def make_components(
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
     prefill_budget = None if settings.max_prefill_slowdown is None else PrefillBudget(settings.max_prefill_slowdown)
-    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy, step_costs, prefill_budget)
+    read_back = lambda sequences: batch.read_back(sequences, kv_cache.weight_version)
+    scheduler = Scheduler(config, kv_cache, read_back, policy, step_costs, prefill_budget, draft_switch)
     return EngineComponents(scheduler, runner, launches_ahead, meter)
 
 

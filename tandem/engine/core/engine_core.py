@@ -34,7 +34,9 @@ class EngineCore:
 
     def step(self) -> None:
         """Computes one step. If it raises, the sequences that it ended are completed, and the others are preempted and recomputed."""
-        began = time.perf_counter()
+        began, switch = time.perf_counter(), self._scheduler.draft_switch
+        if switch is not None:
+            switch.begin()
         is_ahead = self._launches_ahead and not self._outputs.synchronous
         if not is_ahead or self._scheduler.may_preempt():
             self.synchronize()
@@ -85,6 +87,9 @@ class EngineCore:
         num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
         if self._scheduler.step_costs is not None and num_decoded:
             self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds, num_tokens == num_decoded)
+        if self._scheduler.draft_switch is not None and 0 < num_decoded == num_tokens:
+            proposed, accepted = sum(draft.num_proposed for draft in drafts), sum(draft.num_accepted for draft in drafts)
+            self._scheduler.draft_switch.observe(num_decoded, proposed, accepted, self._scheduler.draft_switch.elapsed_s)
         if self._scheduler.prefill_budget is not None:
             self._scheduler.prefill_budget.observe(num_decoded, num_tokens - num_decoded, seconds)
         if num_tokens > 2 * num_decoded:

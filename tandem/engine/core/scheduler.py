@@ -14,6 +14,7 @@ from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutpu
 from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.kv_cache.state_rows import StateCopies
+from tandem.engine.spec_decode.draft_switch import DraftSwitch
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.types.kv_cache import BLOCK_TOKENS
 
@@ -46,15 +47,17 @@ class SchedulerConfig:
 
 class Scheduler:
     """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``step_costs``: what draft
-    tokens cost, if that decides how many are fed. ``prefill_budget``: limits prompt tokens beside decoding sequences. ``counts``: transitions so far."""
+    tokens cost, if that decides how many are fed. ``draft_switch``: whether any are. ``prefill_budget``: limits prompt tokens beside decoding sequences.
+    ``counts``: transitions so far."""
 
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCacheManager, read_back: Callable[[list[Sequence]], None],
         preemption: PreemptionPolicy | None = None, step_costs: StepCosts | None = None,
-        prefill_budget: PrefillBudget | None = None,
+        prefill_budget: PrefillBudget | None = None, draft_switch: DraftSwitch | None = None,
     ) -> None:
         self.config = config
         self.step_costs = step_costs
+        self.draft_switch = draft_switch
         self.prefill_budget = prefill_budget
         self.kv_cache = kv_cache
         self.batching = BatchingPolicy(config.batching)
@@ -196,8 +199,9 @@ class Scheduler:
         speculating = self.running.speculating
         if not speculating or len(rows) > self.config.speculative_batch_limit:
             return ()
-        if self.step_costs is not None and not self.step_costs.pays(len(rows)):
-            return ()
+        for measured in (self.step_costs, self.draft_switch):
+            if measured is not None and not measured.pays(len(rows)):
+                return ()
         budget = budget if self.config.max_draft_tokens is None else min(budget, self.config.max_draft_tokens)
         scheduled = []
         for row in rows:

@@ -98,20 +98,20 @@ class ModelRunner:
             return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
-        layers = () if self._reader is None else self._reader.head.state_layers
-        aux = AuxHiddenStates(layers) if layers else None
-        needs_all = scores or (bool(output.prefills) and self._reader is not None and aux is None)
+        reader, keeps = self._reader, self._reader is not None and self._reader.keeps(len(output.decode_rows))
+        aux = AuxHiddenStates(reader.head.state_layers) if reader is not None and reader.head.state_layers and (keeps or output.prefills) else None
+        needs_all = scores or (bool(output.prefills) and reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
         self._state_copies += [BlockCopy(chunk.state_row, row) for chunk in output.prefills for row in chunk.rows[1:]]
         fed = len(output.decode_rows) + sum(map(len, drafts))
         if scores:
             self._score_prompts(output, hidden, fed)
         states = None
-        if self._reader is not None:
+        if reader is not None and (keeps or output.prefills):
             computed = hidden if aux is None else torch.cat(aux.states, dim=1)
             if output.prefills:
-                self._reader.read_states(output.prefills, computed[fed:])
-            states = computed[:fed] if self._reader.keeps(len(output.decode_rows)) else None
+                reader.read_states(output.prefills, computed[fed:])
+            states = computed[:fed] if keeps else None
         elif output.prefills and self.proposer is not None:
             self.proposer.read(output.prefills)
         if logits is None:

@@ -14,6 +14,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import fill_eagle3, load_eagle3
 from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.tensor_names import tensor_names
 from tandem.types import UserError
 
 _TABLE = "model.embed_tokens.weight"
@@ -63,11 +64,8 @@ class Eagle3Draft:
 
 def load_eagle3_draft(folder: str | Path, model_folder: str | Path, model: Decoder) -> Eagle3Draft:
     """Returns the head in ``folder`` for ``model``, which is that of ``model_folder``. Raises ``UserError`` as ``load_eagle3``."""
-    shapes = model.shapes
-    if shapes.transformers is not None:
-        raise UserError("speculative_config method is 'eagle3' and the model is computed by transformers, which gives no hidden states; use 'ngram'")
-    embedding = model.embedded
-    if model.group is not None:
+    shapes, embedding = model.shapes, model.embedded
+    if model.group is not None and EMBEDDING not in tensor_names(folder):
         # The model's table is divided between ranks, and the head is computed by the first one.
         table = next((tensor for _, tensor in read_tensors(model_folder, lambda name: name == _TABLE)), None)
         if table is None:

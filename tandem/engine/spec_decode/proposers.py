@@ -35,7 +35,7 @@ def make_proposer(
             raise UserError(f"speculative method '{speculative.method}' needs its draft head; give it as the draft")
         draft.use_context(settings.max_model_len)
         most_rows = speculative.batch_limit(batch.on_device.device.type, settings.max_num_seqs)
-        return StateProposer(draft, batch, settings.num_blocks, most_rows, step_costs)
+        return StateProposer(draft, batch, settings.num_blocks, most_rows)
     if speculative.method == "suffix":
         return SuffixProposer(batch, speculative, step_costs)
     if not isinstance(draft, Decoder):

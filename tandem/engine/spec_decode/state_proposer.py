@@ -1,6 +1,5 @@
 """Proposes draft tokens with a small head that reads the model's hidden states: multi-token prediction, EAGLE-3."""
 
-import time
 from typing import Protocol
 
 import torch
@@ -13,17 +12,11 @@ from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, prefill_input, span_input
 from tandem.engine.kv_cache.cache_tensors import make_cache_of
 from tandem.engine.spec_decode.draw_drafts import draw_drafts
-from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.unread_states import UnreadStates
 from tandem.kernels.api import CacheLayer, Kernels
 from tandem.kernels.mixed import activation_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
-
-_MEMORY = 0.95
-"""The decay of the moving average of accepted first draft tokens, per proposal."""
-_HOPE, _PATIENCE = 0.8, 0.998
-"""What that average returns to while nothing is proposed, and its decay per step, so that a head that was not worth its time is tried again."""
 
 
 class DraftHead(Protocol):
@@ -56,19 +49,20 @@ class DraftHead(Protocol):
 
 class StateProposer:
     """Proposes draft tokens for the sequences in the rows of ``batch`` with ``head``, which reads what the model's steps have computed, so that nothing is
-    computed twice. ``most_rows``: above this number of decoding sequences no states are kept. ``costs``: those of its steps.
+    computed twice. ``most_rows``: above this number of decoding sequences no states are kept.
 
     A row of its cache belongs to the position of the model's state, and the token after it: the last row of a cached prefix may be of another sequence, and
     rows of steps whose states were not kept are empty. Both affect acceptance and no output.
     """
 
-    def __init__(self, head: DraftHead, batch: InputBatch, blocks: int, most_rows: int, costs: StepCosts | None) -> None:
+    def __init__(self, head: DraftHead, batch: InputBatch, blocks: int, most_rows: int) -> None:
         self.head = head
         self.caches: list[CacheLayer] = []
-        self._batch, self._most_rows, self._costs = batch, most_rows, costs
+        self._batch, self._most_rows = batch, most_rows
         self._device = batch.on_device.device
         self._pending: tuple[str, int, Tensor] | None = None
-        """Of a prompt that is not complete: its request, the position whose next token is not known yet, and the state [1, W] there."""
+        """Of the prompt that is not complete, of which the scheduler has one at a time: its request, the position whose next token is not known yet, and the
+        state [1, W] there."""
         self.allocate(blocks)
 
     def allocate(self, blocks: int) -> None:
@@ -118,14 +112,8 @@ class StateProposer:
                 sequence.unread_states = sequence.unread_states or UnreadStates()
                 sequence.unread_states.add(position, states[at : at + 1 + accepted.get(selected.rows[i], 0)])
             at += fed
-        if self._costs is not None:
-            best = self._costs.best_acceptance
-            for output in verified:
-                best = _MEMORY * best + (1 - _MEMORY) * (output.num_accepted > 0)
-            self._costs.best_acceptance = best if verified else _PATIENCE * best + (1 - _PATIENCE) * _HOPE
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        began = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in sequences]
         lengths = [int(length) for length in self._batch.host.length[[sequence.row for sequence in sequences]]]
         # Without the state before the last token, as after a step whose states were not kept, it has nothing to start from.
@@ -147,8 +135,6 @@ class StateProposer:
             left = [place for place, i in enumerate(at) if len(drafts[i]) < counts[i]]
             states = states if len(left) == len(at) else states[left]
             at, starts, feed = [at[place] for place in left], [ends[place] for place in left], [[tokens[place]] for place in left]
-        if self._costs is not None:
-            self._costs.proposed(len(self._batch.sequences), sum(map(len, drafts)), time.perf_counter() - began)
         return drafts
 
     def _compute(self, batch: ModelInput, states: Tensor) -> Tensor:

@@ -24,22 +24,11 @@ class StepCosts:
         self._limit = limit
         self._sizes: dict[int, tuple[float, float, int]] = {}
         """Tokens and seconds, and the newest step, by the bits of the number of tokens."""
-        self._proposing: dict[int, float] = {}
-        """Seconds that proposing one draft token takes, by the bits of the number of sequences."""
-        self._proposing_s = 0.0
         self._step = 0
         self._worth: dict[int, float] = {}
 
-    def proposed(self, sequences: int, tokens: int, seconds: float) -> None:
-        """Records that proposing ``tokens`` draft tokens, in a step of ``sequences`` sequences, took ``seconds`` of it."""
-        self._proposing_s = seconds
-        each, bits = seconds / max(1, tokens), sequences.bit_length()
-        mean_s = self._proposing.get(bits, each)
-        self._proposing[bits] = mean_s + (_FASTER if each < mean_s else _SLOWER) * (each - mean_s)
-
     def observe(self, tokens: int, seconds: float, is_pure: bool = True) -> None:
         """Records a step that fed ``tokens`` tokens; one that is not ``is_pure`` computed prompts too, and says nothing."""
-        seconds, self._proposing_s = max(0.0, seconds - self._proposing_s), 0.0
         if not is_pure:
             return
         self._step += 1
@@ -68,7 +57,7 @@ class StepCosts:
             return 0.0 if sequences <= self._limit else 1.0
         slope = max(0.0, (other[1] - own[1]) / (other[0] - own[0]))
         step_s = own[1] + slope * (sequences - own[0])
-        return sequences * (slope + self._proposing.get(bits, 0.0)) / step_s if step_s > 0 else 1.0
+        return sequences * slope / step_s if step_s > 0 else 1.0
 
     def _apart(self, tokens: float, *sizes: int) -> tuple[float, float, int] | None:
         """Returns the first of ``sizes`` that was measured lately and is not nearly ``tokens``."""

@@ -1,15 +1,23 @@
 """How a model is trained on GPUs, as the planner scores it. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.layout.eagle3 import Eagle3Shapes
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "sp_selective", "full"]
 """What the backward pass computes again: nothing; the scores and the softmax of attention (``selective``; with ``sp_selective`` the ranks of a
 tensor-parallel group also divide the tokens of the residual stream: Korthikanti et al., 2022); whole layers."""
+
+
+class DraftTraining(NamedTuple):
+    """A draft ``head`` that is trained for ``steps`` positions of a draft, beside a model that stays as it is."""
+
+    head: Eagle3Shapes
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class TrainingLayout:
     ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
     With a ``trainer``: ``on_cpu``: ranks compute on a CPU; ``pass_tokens``: of the largest micro-batch (0: ``micro_batch`` sequences); ``attended``: with
     shared prompts, the lengths of its sequences with their prompts, since attention has keys and values of each; ``is_forked``: a rank is a process forked
-    from one that has imported its modules."""
+    from one that has imported its modules; ``draft``: what is trained in the place of the model."""
 
     parallel: ParallelConfig
     sequence: int
@@ -72,6 +80,7 @@ class TrainingLayout:
     pass_tokens: int = 0
     attended: int = 0
     is_forked: bool = True
+    draft: DraftTraining | None = None
 
     @property
     def attention_kernel(self) -> Literal["fused", "flash2", "flash1", "unfused"]:

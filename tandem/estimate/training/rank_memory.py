@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from tandem.config.parallel import ParallelConfig
-from tandem.estimate.training import literature, own_trainer
+from tandem.estimate.training import draft_head, literature, own_trainer
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.stage_bytes import StageBytes
 from tandem.layout.pipeline_stages import Span, own_spans, spans_of, whole
@@ -88,6 +88,8 @@ def _stages(shapes: ModelShapes, parallel: ParallelConfig) -> Iterator[list[Span
 
 
 def _bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) -> StageBytes:
+    if layout.draft is not None:
+        return draft_head.stage_bytes(shapes, *layout.draft, layout)
     return literature.stage_bytes(shapes, layout, spans) if layout.trainer is None else own_trainer.stage_bytes(shapes, layout, spans)
 
 

@@ -42,7 +42,7 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
-from tandem.planner.recipe_layout import recipe_layout
+from tandem.planner.recipe_layout import draft_of, recipe_layout
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import FIX, Device, check_gpu_memory, chosen_device, describe_gpus, least_room
 from tandem.storage.files import open_storage
@@ -91,7 +91,10 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             each = recipe.sequences_each
             held_out = datasets[-1][1].dataset.documents // each if recipe.learns_from_examples else recipe.evaluation.sequences
             check_held_out(min(recipe.evaluation.sequences, held_out), each * recipe.data.sequence_length, parallel, free)
-        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=2 if recipe.model.create is not None else 1)
+        draft = draft_of(recipe, shapes)
+        # The head that a run begins with is in its folder too.
+        written, models = (shapes, 1 + (recipe.model.create is not None)) if draft is None else (draft.head.trained, 2)
+        disk = run_bytes_on_disk(written, recipe.trainer, recipe.checkpoint.keep, models=models)
         if recipe.has_reference:
             disk += sum(reference_bytes(files.dataset, recipe.trainer.dtype) for _, files in datasets)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
@@ -138,7 +141,8 @@ def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) 
     if device == "cpu":
         return Needs(machine_bytes(shapes, layout, ranks) + beside, 0, kept)
     process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
-    return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
+    trained = shapes if layout.draft is None else layout.draft.head.trained
+    return Needs(process + host_bytes_beside_gpu(trained, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
 
 
 def _largest_share(recipe: PretrainRecipe, shapes: ModelShapes, layout: TrainingLayout) -> float:

@@ -9,12 +9,13 @@ from tandem.backends.environment import python_of
 from tandem.backends.megatron.device_check import check_device
 from tandem.backends.megatron.model_check import check_model
 from tandem.backends.vllm.model_check import check_model as check_vllm_model
-from tandem.config.engine import EngineArgs
+from tandem.config.engine import HEAD_METHODS, EngineArgs
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.engine.model_limits import check_kv_cache_dtype, check_states
+from tandem.engine.spec_decode.draft_size import check_head
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
@@ -36,7 +37,6 @@ from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
-from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_json, read_shapes
 from tandem.model.model_source import found_model
@@ -114,7 +114,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.trainer.backend == "megatron":
             check_model(shapes, recipe.parallel)
             check_device()
-        check_engine_on_model(recipe.rollout.engine, shapes)
+        check_engine_on_model(recipe.rollout.engine, folder, shapes)
         if recipe.has_critic and recipe.critic.path:
             valued = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
             check_model_on_mesh(valued, recipe.parallel, recipe.trainer)
@@ -230,9 +230,9 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
         raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
 
 
-def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
-    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary, or where
-    it has an option that layers with linear attention do not support."""
+def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes) -> None:
+    """Raises ``UserError`` where the engine's ranks do not divide the model of ``shapes`` in ``folder``, or its draft model or head is missing or belongs to
+    another one, or where it has an option that layers with linear attention do not support."""
     try:
         ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
     except ValueError as error:
@@ -242,9 +242,11 @@ def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
     check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
     check_states(engine, shapes)
     speculative = engine.speculative_config
-    draft = None if speculative is None else speculative.model
-    if speculative is not None and speculative.method == "eagle3":
-        read_eagle3_of(found_model(str(draft)), shapes, own_embedding=True)
+    if speculative is None:
+        return
+    draft = speculative.model
+    if speculative.method in HEAD_METHODS:
+        check_head(speculative, folder, shapes, folder if draft is None else found_model(draft))
     elif draft is not None and (size := read_shapes(found_model(draft)).vocab_size) != shapes.vocab_size:
         raise UserError(
             f"'rollout.engine.speculative_config.model' is '{draft}', which has a vocabulary of {size} tokens, and the model has {shapes.vocab_size}; "

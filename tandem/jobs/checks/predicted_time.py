@@ -10,12 +10,13 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.mesh_work import mesh_work
-from tandem.estimate.rl_work import forward_and_backward, rl_work
+from tandem.estimate.rl_work import rl_work
 from tandem.estimate.time import Work, training_work
 from tandem.jobs.checks.check_run import folder_to_check
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
+from tandem.jobs.prediction import data_work
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.rl_models import rl_models
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
@@ -58,7 +59,7 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language", recipe.model.implemented_by)
     trainer, length = recipe.trainer, recipe.data.sequence_length
-    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), 1, 1)]
+    work = [data_work(recipe, shapes)]
     if recipe.has_reference:
         tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
         work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
@@ -71,6 +72,8 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
     ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language", recipe.model.implemented_by)
+    if recipe.trains_draft:
+        return _cpu_seconds([data_work(recipe, shapes)], recipe)
     work = mesh_work(shapes, recipe.trainer, recipe.parallel, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens)
     return _cpu_seconds([work], recipe)
 

@@ -237,7 +237,8 @@ class DataRun(Run):
         measured = {name.removeprefix("draft/").removeprefix("train/"): value for name, value in with_acceptance(sums).items()}
         self.records.evaluated(step, HELD_OUT_DRAFTS, measured)
         rates = ", ".join(f"{measured[f'acceptance/{position}']:.3f}" for position in range(self.recipe.algorithm.draft_steps))
-        self.records.callback.message(f"step {step}: held-out loss {measured['loss']:.4f}, acceptance by position {rates}")
+        length = f"acceptance length {measured['acceptance_length']:.2f}"
+        self.records.callback.message(f"step {step}: held-out loss {measured['loss']:.4f}, {length}, acceptance by position {rates}")
 
     def _pairs_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
         """Journals the loss of the held-out pairs and the share of them whose chosen answer is preferred. ``logprobs``: what the inference pass

@@ -14,7 +14,7 @@ from tandem.data.tokenizing.tokenize import DATASET, TokenizedDataset, shard_nam
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.jobs.data_run.train_data import ROLLOUTS
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.eagle3 import eagle3_shapes
+from tandem.layout.eagle3 import MOST_DRAFT_VOCABULARY, eagle3_shapes
 from tandem.layout.shapes import ModelShapes
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import initialise_eagle3, load_eagle3, save_eagle3
@@ -26,7 +26,6 @@ from tandem.types import UserError
 
 HEAD = Path("models") / "draft"
 """The folder, in that of a run, of the head that it starts from."""
-MOST_DRAFT_VOCABULARY = 32000
 EVERY_STEP = 2**62
 
 

@@ -17,7 +17,7 @@ from tandem.estimate.time import Product
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import machine_bytes, memory_by_stage
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
-from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_PAIRS, DataRun
+from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_DRAFTS, HELD_OUT_PAIRS, DataRun
 from tandem.jobs.data_run.draft_inputs import HEAD, make_draft_inputs
 from tandem.jobs.data_run.reference_pass import ReferencePass
 from tandem.jobs.data_run.train_data import open_data
@@ -101,7 +101,7 @@ def train_on(
         if journal is None:
             return None
         forget_local(recipe.checkpoint.local_directory, journal)
-        figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
+        figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS, HELD_OUT_DRAFTS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         if recipe.trains_draft:
             commands = drafting_commands(model, run.start, recipe.context_tokens)

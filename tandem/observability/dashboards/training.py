@@ -20,6 +20,7 @@ TRAINING = Dashboard(
             panel("Loss", f"tandem_train_loss{RUN}"),
             panel("Held-out loss", f"tandem_evaluation_held_out_loss{RUN}"),
             panel("Held-out perplexity", f"tandem_evaluation_held_out_perplexity{RUN}"),
+            panel("Held-out acceptance length of drafts", f"tandem_evaluation_held_out_drafts_acceptance_length{RUN}"),
         ),
         "Optimizer": (
             panel("Gradient norm", f"tandem_actor_grad_norm{RUN}"),

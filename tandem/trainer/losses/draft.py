@@ -1,6 +1,9 @@
 """The loss of an EAGLE-3 draft head (Li et al., 2025, section 3.2): the cross-entropy to the target's distribution at every position of a draft."""
 
-from collections.abc import Mapping
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,7 +37,15 @@ def make_draft_loss(counts: GlobalCounts, name: str) -> Loss:
 
 def with_acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns ``metrics`` with ``draft/acceptance/K`` in the place of the sums by position: the share of tokens at position K at which the head's most probable
-    token is the target's, as greedy decoding accepts it."""
+    token is the target's, as greedy decoding accepts it; and with the ``draft/acceptance_length`` that they come to."""
     kept = {name: value for name, value in metrics.items() if not name.startswith((AGREED, COUNTED))}
     counts = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(COUNTED)}
-    return kept | {f"draft/acceptance/{position}": metrics[f"{AGREED}/{position}"] / max(count, 1.0) for position, count in counts.items()}
+    rates = {position: metrics[f"{AGREED}/{position}"] / max(count, 1.0) for position, count in counts.items()}
+    length = acceptance_length([rates[position] for position in sorted(rates, key=int)])
+    return kept | {f"draft/acceptance/{position}": rate for position, rate in rates.items()} | {"draft/acceptance_length": length}
+
+
+def acceptance_length(rates: Sequence[float]) -> float:
+    """Returns the mean number of tokens of a step of greedy speculative decoding, the model's own among them (the acceptance length of EAGLE's papers, the mean
+    acceptance length of vLLM): 1 + a_0 + a_0 a_1 + ..., where the token at position k is accepted at the rate a_k after those before it."""
+    return 1.0 + math.fsum(itertools.accumulate(rates, operator.mul))

@@ -1,0 +1,85 @@
+"""Decides by the measured time of steps whether draft tokens are fed, and spends a small share of the time on finding out."""
+
+import time
+from dataclasses import dataclass
+
+_ALLOWED_LOSS = 0.01
+"""The share of the time that steps with draft tokens may lose, all together."""
+_TRIALS = 4
+"""Steps with draft tokens after which their time is known, and the plain steps that an engine may lose at once when it begins."""
+_REFRESHED = 32
+"""Steps with draft tokens after which one without measures again what they are compared with."""
+_PLAIN, _DRAFTED = 0.2, 0.05
+"""The weights of a step in the moving averages."""
+_LONGEST = 3.0
+"""A step counts as at most so many times what was expected of it: what another program took is not the step's."""
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Steps of about as many sequences. ``plain_s``: seconds of a step without draft tokens, for each sequence. ``spent_s``: of a step with them, and
+    ``saved_s`` of the plain steps that would have drawn its tokens; over ``count`` of them, ``since_plain`` after the last plain one."""
+
+    plain_s: float = 0.0
+    spent_s: float = 0.0
+    saved_s: float = 0.0
+    count: int = 0
+    since_plain: int = 0
+
+
+class DraftSwitch:
+    """Whether a step of so many decoding sequences feeds draft tokens; what is measured for one number holds for those of the same power of two.
+
+    A step with draft tokens takes longer, for proposing and for verifying them, and draws more tokens. It pays if plain steps take longer for as many. Where
+    it does not, and before it is known, a step is tried when the engine has saved up what it may lose: ``_ALLOWED_LOSS`` of its time. So the more a trial
+    loses, the fewer there are. Up to ``limit`` sequences a first trial is assumed to lose nothing, above it as much as a step takes.
+    """
+
+    def __init__(self, limit: int, device: str = "cpu") -> None:
+        self._limit = limit
+        # On a CPU other programs take time from single steps, which says nothing of what was computed in them.
+        self._clock = time.thread_time if device == "cpu" else time.perf_counter
+        self._began_s = 0.0
+        self._measured: dict[int, _Measured] = {}
+        self._allowance_s = 0.0
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Marks the beginning of a step."""
+        self._began_s = self._clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds since ``begin``: of the engine's thread on a CPU, else by the clock."""
+        return self._clock() - self._began_s
+
+    def pays(self, sequences: int) -> bool:
+        """Returns whether a step of ``sequences`` decoding sequences may feed draft tokens."""
+        known = self._measured.get(sequences.bit_length())
+        if known is None or not known.plain_s:
+            return False
+        if known.count < _TRIALS:
+            return self._allowance_s >= (0.0 if sequences <= self._limit else sequences * known.plain_s)
+        if known.saved_s >= known.spent_s:
+            return known.since_plain < _REFRESHED
+        return self._allowance_s >= known.spent_s - known.saved_s
+
+    def observe(self, sequences: int, proposed: int, accepted: int, seconds: float) -> None:
+        """Records a step of ``sequences`` decoding sequences and no prompts, which verified ``proposed`` draft tokens and accepted ``accepted``."""
+        known = self._measured.setdefault(sequences.bit_length(), _Measured())
+        expected = sequences * known.plain_s
+        if not proposed:
+            taken = min(seconds, _LONGEST * expected) if expected else seconds
+            known.plain_s += (_PLAIN if expected else 1.0) * (taken / sequences - known.plain_s)
+            known.since_plain = 0
+            if not self._has_begun:
+                self._has_begun, self._allowance_s = True, _TRIALS * taken
+        else:
+            saved = known.plain_s * (sequences + accepted)
+            taken = min(seconds, _LONGEST * known.spent_s if known.count else seconds)
+            known.count, known.since_plain = known.count + 1, known.since_plain + 1
+            weight = max(_DRAFTED, 1 / known.count)
+            known.spent_s += weight * (taken - known.spent_s)
+            known.saved_s += weight * (saved - known.saved_s)
+            self._allowance_s += saved - taken
+        self._allowance_s = min(self._allowance_s + _ALLOWED_LOSS * taken, max(_TRIALS * sequences * known.plain_s, 2 * (known.spent_s - known.saved_s)))

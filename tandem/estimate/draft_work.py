@@ -1,0 +1,42 @@
+"""The work of a training step of a draft head beside its frozen target (``model.draft_decoder``). Imports no torch."""
+
+from tandem.estimate.model_bytes import DTYPE_BYTES
+from tandem.estimate.time import Product, Work, elementwise_bytes, training_work
+from tandem.estimate.training.layout import DraftTraining
+from tandem.layout.eagle3 import AUX_LAYERS
+from tandem.layout.shapes import ModelShapes, parameter_count
+
+FORWARD_PASSES = 3
+"""Of a forward and a backward pass."""
+SCORE_PASSES = 20
+"""Times that a share of attention is read or written, in fp32, where it is written out: forward it is computed, masked, put beside the later ones, scaled and
+normalised, each read and written, and arranged for the product; backward as often, in the other direction."""
+
+
+def draft_work(target: ModelShapes, draft: DraftTraining, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int) -> Work:
+    """Returns the work of one step on ``tokens`` tokens, all of which are learned, in sequences of ``sequence_tokens``: the target's forward pass; at each
+    position of a draft the target's distribution, the head's layer forward and backward, and its logits twice; and an update of the head."""
+    (head, steps), rows = draft, max(1, min(micro_batch_tokens, round(tokens)))
+    frozen = training_work(target, dtype, tokens, sequence_tokens, micro_batch_tokens, 1, 0)
+    layer, hidden, times = head.layer, head.layer.hidden_size, tokens / rows
+    products = dict(frozen.products)
+
+    def add(product: Product, count: float) -> None:
+        products[product] = products.get(product, 0.0) + count * times
+
+    add(Product(rows, target.vocab_size, target.hidden_size), steps - 1)
+    add(Product(rows, hidden, AUX_LAYERS * target.hidden_size, trains=True), 1)
+    for outputs, inputs in (
+        (layer.qkv_size, 2 * hidden), (hidden, layer.query_size), (2 * layer.intermediate_size, hidden), (hidden, layer.intermediate_size),
+        (head.draft_vocab_size, hidden),
+    ):  # fmt: skip
+        add(Product(rows, outputs, inputs, trains=True), steps)
+    add(Product(rows, head.draft_vocab_size, hidden), steps)
+    each = DTYPE_BYTES[dtype]
+    scores = tokens * sequence_tokens * layer.num_attention_heads
+    moved = frozen.moved_bytes + 7.0 * each * parameter_count(head.trained)
+    moved += steps * (FORWARD_PASSES * tokens * elementwise_bytes(layer, each) + 4.0 * tokens * (2 * target.vocab_size + 10 * head.draft_vocab_size))
+    moved += 4.0 * SCORE_PASSES * (steps - 1) * scores
+    # A causal half at the first position, in one kernel; whole products later.
+    attention = FORWARD_PASSES * layer.query_size * 4 * tokens * sequence_tokens * (0.5 + (steps - 1))
+    return Work(products, frozen.attention_flops + attention, moved)

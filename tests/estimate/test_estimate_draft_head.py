@@ -1,0 +1,56 @@
+"""The predicted memory and work of training a draft head beside a frozen model, against the tensors of one and cases worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.draft_work import draft_work
+from tandem.estimate.model_bytes import weight_bytes
+from tandem.estimate.time import Product
+from tandem.estimate.training.layout import DraftTraining, TrainingLayout, layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.eagle3 import eagle3_shapes
+from tandem.layout.shapes import ModelShapes
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import eagle3_tensors
+
+TARGET = ModelShapes("llama", 97, 64, 4, 4, 2, 16, 96, 128, tie_word_embeddings=False)
+HEAD = eagle3_shapes(TARGET, 50)
+
+
+def layout(steps: int, optimizer: str = "adamw", sequence: int = 16) -> TrainingLayout:
+    trainer = TrainerConfig(optimizer=optimizer)  # type: ignore[arg-type]
+    return replace(layout_of_trainer(trainer, ParallelConfig(), 64, is_forked=False), sequence=sequence, draft=DraftTraining(HEAD, steps))
+
+
+def test_the_model_has_weights_and_the_head_gradients_and_moments() -> None:
+    trained = sum(tensor.nbytes for tensor in eagle3_tensors(Eagle3Head(HEAD, ReferenceKernels())).values())
+    memory = predict_rank_memory(TARGET, layout(3))
+    assert memory.parameters == weight_bytes(TARGET, "float32") + trained
+    assert (memory.gradients, memory.optimizer, memory.master_weights, memory.logits) == (trained, 2 * trained, 0, 0)
+    assert memory.staged == 3 * trained
+    coded = predict_rank_memory(TARGET, layout(3, "adamw8bit"))
+    assert trained / 2 < coded.optimizer < 2 * trained
+
+
+def test_every_position_of_a_draft_keeps_its_activations_and_distributions_until_the_backward_pass() -> None:
+    one, two, three = (predict_rank_memory(TARGET, layout(steps)).activations for steps in (1, 2, 3))
+    longer = predict_rank_memory(TARGET, layout(3, sequence=32)).activations
+    assert three - two == two - one
+    # 64 tokens: two copies of the shares of 16 more keys, for 4 heads, at each position but the first.
+    assert longer - three == 2 * 64 * 2 * 16 * 4 * 4
+    assert three - two > 64 * 4 * (50 + 64 + 2 * 16 * 4)
+
+
+def test_the_work_is_a_forward_pass_of_the_model_and_the_head_once_for_each_position() -> None:
+    work = draft_work(TARGET, DraftTraining(HEAD, 3), "float32", 128, 16, 64)
+    # Two micro-batches. The model's layers and its distribution, which is computed for each position.
+    assert work.products[Product(64, 128, 64)] == 2 * 4 and work.products[Product(64, 97, 64)] == 2 * 3
+    assert work.products[Product(64, 64, 3 * 64, trains=True)] == 2
+    assert work.products[Product(64, 128, 2 * 64, trains=True)] == 2 * 3
+    assert work.products[Product(64, 50, 64, trains=True)] == work.products[Product(64, 50, 64)] == 2 * 3
+    assert not any(product.trains for product in work.products if product.outputs == 97)
+    assert work.attention_flops == pytest.approx(4 * 4 * 128 * 64 * 8 + 3 * 4 * 128 * 64 * 16 * 2.5)
