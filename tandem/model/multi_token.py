@@ -1,6 +1,5 @@
 """Multi-token prediction (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.2): the layer behind a model's last one, which predicts one token further."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,14 +9,11 @@ from tandem.layout.pipeline_stages import Span, layer_of
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors
+from tandem.model.huggingface.multi_token_config import LAYERS_KEY, check_predictor, layer_shapes
 from tandem.model.layer import factor_of_norm
-from tandem.model.quantization.formats import is_packed_config
 from tandem.types import UserError
 
-LAYERS_KEY = "num_nextn_predict_layers"
-"""The number of such layers, in ``config.json``."""
 _WITHIN = Span(1, 2, 3)
 """The stage of a layer that has others before and behind it."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
@@ -66,20 +62,6 @@ class MultiTokenPredictor:
         return self.kernels.rms_norm(x.contiguous(), weight, self.shapes.rms_norm_eps, self.shapes.centred_norms)
 
 
-def check_predictor(folder: str | Path, shapes: ModelShapes) -> None:
-    """Raises ``UserError`` if the model of ``shapes`` in ``folder`` has no layer of multi-token prediction that is read, by its ``config.json`` alone."""
-    config = read_json(Path(folder) / "config.json")
-    count = config.get(LAYERS_KEY)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UserError(
-            f"speculative_config method is 'mtp' and model '{folder}' has {LAYERS_KEY} {str(count)[:40]}: no layer of multi-token prediction; choose method "
-            "'ngram', 'suffix' or 'draft'"
-        )
-    if is_packed_config(config) or shapes.transformers is not None:
-        what = "is quantized" if is_packed_config(config) else "is computed by transformers"
-        raise UserError(f"speculative_config method is 'mtp' and model '{folder}' {what}, where no layer of multi-token prediction is read; use 'ngram'")
-
-
 def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
     """Returns the first layer of multi-token prediction of the folder of ``model``, packed as its layers are. Raises ``UserError`` if it has none, or one that
     is broken."""
@@ -88,17 +70,6 @@ def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
         return _load(folder, model, layer_shapes(model.shapes, model.group is None))
     except UserError as error:
         raise UserError(f"model '{folder}', layer of multi-token prediction: {error}") from None
-
-
-def layer_shapes(shapes: ModelShapes, shares_vocabulary: bool) -> ModelShapes:
-    """Returns the shapes of the decoder that has the layer alone; ``shares_vocabulary``: without an embedding and a head of its own."""
-    experts = None if shapes.experts is None else replace(shapes.experts, dense_layers=())
-    windows = shapes.layer_windows and (shapes.window(shapes.num_hidden_layers - 1),)
-    # A decoder has an embedding; one row of it is the smallest.
-    return replace(
-        shapes, num_hidden_layers=1, experts=experts, layer_windows=windows, unrotated_layers=(), lora=None, value_head="none", tie_word_embeddings=False,
-        language_head=not shares_vocabulary, vocab_size=1 if shares_vocabulary else shapes.vocab_size,
-    )  # fmt: skip
 
 
 def _load(folder: str | Path, model: Decoder, shapes: ModelShapes) -> MultiTokenPredictor:

@@ -9,10 +9,10 @@ from tandem.layout.eagle3 import EMBEDDING, Eagle3Shapes, eagle3_parameters
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import INDEX, WEIGHTS
-from tandem.model.huggingface.model_folder import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.multi_token_config import check_predictor, layer_shapes
 from tandem.model.huggingface.tensor_names import tensor_names
 from tandem.model.model_source import commit_of, find_model
-from tandem.model.multi_token import check_predictor, layer_shapes
 from tandem.types import UserError
 from tandem.types.dtypes import DTYPE_BYTES
 
