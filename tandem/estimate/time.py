@@ -15,9 +15,9 @@ from tandem.layout.shapes import ModelShapes, parameter_count
 
 ELEMENT_BYTES = 2
 """Of the elements that ``memory_bound.layer_bytes`` counts."""
-RECURRENCE_SHARE, RECURRENCE_BACKWARD = 0.25, 6.0
-"""Measured on one core with heads of 64 and 128 numbers: the share of the products' rate at which the gated delta rule is computed token by token, and how many
-times as long as its forward pass its backward pass takes, which computes the states two more times."""
+RECURRENCE_SHARE, RECURRENCE_BACKWARD = 0.25, 8.0
+"""Measured on one core with heads of 64 and 128 numbers (0.28 and 0.25; 10.5 and 6.6): the share of the products' rate at which the gated delta rule is
+computed token by token, and how many times as long as its forward pass its backward pass takes, which computes the states two more times."""
 
 
 class Product(NamedTuple):
@@ -159,8 +159,8 @@ def _attention_flops(shapes: ModelShapes, tokens: float, context: float) -> floa
 
 
 def recurrence_flops(shapes: ModelShapes, tokens: float, forward: float, pairs: float = 0.0) -> float:
-    """Returns the operations of attention that layers with linear attention are worth, of ``forward`` passes over ``tokens`` and of ``pairs`` of a forward and a
-    backward pass."""
+    """Returns the operations of attention that layers with linear attention are worth, of ``forward`` passes over ``tokens`` and of ``pairs`` of a forward and
+    a backward pass."""
     if shapes.linear_attention is None:
         return 0.0
     each = len(shapes.linear_attention.layers) * shapes.linear_attention.token_flops / RECURRENCE_SHARE

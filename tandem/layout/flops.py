@@ -25,7 +25,8 @@ def matrix_parameters(shapes: ModelShapes) -> int:
 
 def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = False) -> int:
     """Returns the operations of the forward and the backward pass of sequences of ``lengths`` tokens, each of which attends to its own
-    tokens; a layer with linear attention has as many for each token, however many are before it. ``absorbed``: latent attention multiplies with compressed vectors, as Tandem's trainer does, instead of expanded keys and values; the matrix within
+    tokens; a layer with linear attention has as many for each token, however many are before it. ``absorbed``: latent attention multiplies with compressed
+    vectors, as Tandem's trainer does, instead of expanded keys and values; the matrix within
     heads is multiplied with as many numbers in both forms."""
     matrices, total = matrix_parameters(shapes), 0
     attended, linear = shapes.query_size + shapes.attended_size, shapes.linear_attention

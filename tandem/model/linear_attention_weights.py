@@ -42,8 +42,8 @@ class LinearAttentionProjections(nn.Module):
 
 class LinearAttentionWeights(NamedTuple):
     """The plain tensors or packed weights of one layer. ``qkvz``: for each key head its query, its key, the values of its value heads and their gates; ``ba``:
-    for each key head the logits of beta of its value heads, and those of their decays. ``channels``: the rows of ``convolution`` of these heads (``None``: all).
-    """
+    for each key head the logits of beta of its value heads, and those of their decays. ``channels``: the rows of ``convolution`` of these heads (``None``:
+    all)."""
 
     sizes: LinearAttention
     qkvz: Any

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tandem.layout.flops import matrix_parameters, step_flops
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
@@ -31,6 +32,18 @@ def test_latent_attention_in_its_absorbed_form_multiplies_compressed_vectors() -
     # By hand: a head multiplies 16 + 8 and 12 numbers of expanded keys and values, or the row of 32 + 8 and its first 32.
     assert step_flops(shapes, [10, 5], absorbed=True) - step_flops(shapes, [10, 5]) == 6 * 3 * 4 * ((40 + 32) - (24 + 12)) * (10 * 10 + 5 * 5)
     assert step_flops(LLAMA, [10], absorbed=True) == step_flops(LLAMA, [10])
+
+
+def test_linear_attention_has_the_operations_of_its_states_for_each_token_and_softmax_attention_those_of_its_gates() -> None:
+    linear = LinearAttention((0, 2), num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, kernel_size=3)
+    shapes = replace(LLAMA, attention_gate=True, linear_attention=linear)
+    # By hand: channels 2 x 2 x 6 + 4 x 5 = 44, gates of 4 x 5, and 8 logits; queries with gates are 2 x 32 rows.
+    layers = 2 * (32 * (44 + 20 + 8) + 20 * 32) + 32 * (64 + 2 * 16) + 32 * 32 + 3 * 3 * 32 * 48
+    assert matrix_parameters(shapes) == layers + 3200
+    # Of a head and token three products with its 6 x 5 matrix (read, corrected, read), and 3 taps of each channel; two operations each, in three passes.
+    recurrent = 2 * 3 * (3 * 2 * 4 * 6 * 5 + 2 * 3 * 44)
+    assert step_flops(shapes, [10]) == 10 * (6 * (layers + 3200) + 12 * 32 * 10 + recurrent)
+    assert step_flops(shapes, [20]) - 2 * step_flops(shapes, [10]) == 12 * 32 * (20 * 20 - 2 * 10 * 10), "one layer sees what is before a token"
 
 
 def test_torch_counts_the_same_operations_in_transformers_model() -> None:

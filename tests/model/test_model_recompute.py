@@ -13,6 +13,7 @@ from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
@@ -117,8 +118,17 @@ KEPT = ModelShapes("llama", 61, 128, 6, 4, 2, 32, 384, 1024, False)
 KEPT_LATENT = ModelShapes("deepseek_v3", 61, 128, 6, 6, 6, 48, 384, 1024, False, latent=LatentAttention(64, 32, 16, 24, 48))
 
 
+KEPT_HYBRID = ModelShapes(
+    "qwen3_next", 61, 128, 6, 4, 2, 32, 384, 1024, False, attention_gate=True, qk_norm=True, linear_attention=LinearAttention((0, 1, 3, 4), 4, 8, 24, 20, 4)
+)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("shapes", "precision"), [(KEPT, "fp32"), (KEPT, "bf16"), (KEPT_LATENT, "fp32")], ids=["fp32", "bf16", "latent"])
+@pytest.mark.parametrize(
+    ("shapes", "precision"),
+    [(KEPT, "fp32"), (KEPT, "bf16"), (KEPT_LATENT, "fp32"), pytest.param(KEPT_HYBRID, "fp32", marks=pytest.mark.full)],
+    ids=["fp32", "bf16", "latent", "hybrid"],
+)
 def test_the_prediction_of_what_is_kept(shapes, precision, recompute) -> None:
     tokens = 1024
     try:

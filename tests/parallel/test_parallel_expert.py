@@ -35,7 +35,7 @@ def trained(here: RankContext, case: Case) -> Trained:
     ids=[
         "data", "context", "data of context", "tensor with shared experts", "sigmoid scores", "biases and sinks", "latent attention", "tensor",
         "linear attention", "linear attention and tensor",
-    ],  # fmt: skip
+    ],
 )
 def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, shape, case) -> None:
     check(ranks.run(shape, trained, case), by_one_process(case))

@@ -49,6 +49,7 @@ def trained(here: RankContext, case: Case) -> Trained:
 
 FAST = {(LLAMA, False, False), (LLAMA, True, False), (LLAMA, True, True), (QWEN3, True, False), (QWEN3_MOE, False, True), (QWEN3_MOE, True, False)}
 FAST |= {(QWEN3_NEXT, False, False)}
+OTHERS = [pytest.param(shapes, marks=FULL) for shapes in (QWEN3_NEXT, *DEEPSEEK)]
 CASES = [
     pytest.param(Case(shapes, deterministic=deterministic, sequence=sequence), marks=[] if (shapes, sequence, deterministic) in FAST else FULL)
     for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE, QWEN3_NEXT, *DEEPSEEK)
@@ -71,7 +72,7 @@ def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
 
 @pytest.mark.parametrize(
     "shapes",
-    [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE, QWEN3_NEXT, *DEEPSEEK))],
+    [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3, GEMMA, QWEN2_MOE, GLM4_MOE, GPT_OSS, COHERE)), *OTHERS],
     ids=lambda s: s.architecture,
 )
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])

@@ -195,6 +195,31 @@ def test_the_sizes_of_qwen3_next_are_the_published_ones() -> None:
     assert 2 * few <= without <= 2 * few + 1
 
 
+def test_steps_of_qwen3_next_are_its_layers_of_two_kinds_and_ranks_hold_what_the_sharding_plan_says() -> None:
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.estimate.serving.layout import ServingLayout
+    from tandem.estimate.serving.step_time import predict_decode_step
+    from tandem.estimate.training.held_parameters import held_on_span
+    from tandem.layout.pipeline_stages import whole
+    from tandem.layout.sharding import ShardSpec, local_parameters
+
+    shapes, hardware = model_sizes(QWEN3_NEXT, "config.json"), load_hardware("H100-80GB")
+    linear = shapes.linear_attention
+    assert linear is not None
+    for tensor in (1, 2):
+        held = sum(parameter.numel for parameter in local_parameters(shapes, ShardSpec(size=tensor, deterministic=False)))
+        assert held_on_span(shapes, whole(48), tensor, 1).total == held
+    # By hand, of a token in bf16: inputs of the convolution, and queries, keys and values behind it (8,192 each), gate, output and gated output (4,096 each),
+    # rows of 64 for 32 heads, and two numbers of each head in fp32; softmax attention 16 queries of 256 with gates and gated outputs, 2 keys and values.
+    own, soft = (whole_layer_bytes(shapes, layer, 2, keeps_sums=False).divided for layer in (0, 3))
+    assert own - soft == 2 * (2 * 8192 + 3 * 4096 + 64 * 32) + 8 * 32 - 2 * (4096 + 2 * 512 + 3 * 4096)
+    short, long, states = (
+        predict_decode_step(shapes, ServingLayout(tensor=4), hardware, sequences, context).attention for sequences, context in ((64, 1), (64, 2), (128, 1))
+    )
+    # A longer context costs the 12 layers of softmax attention alone; as many sequences again read and write their states of 75 MiB too.
+    assert 1e3 * (long - short) < states - short > 64 * 2 * state_bytes(shapes) / 4 / hardware.memory_bandwidth
+
+
 @pytest.mark.full
 def test_qwen3_next_has_as_many_parameters_as_the_model_that_transformers_builds() -> None:
     keys = {key: value for key, value in QWEN3_NEXT.items() if key not in ("architectures", "model_type", "torch_dtype")}

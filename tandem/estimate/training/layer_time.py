@@ -201,8 +201,8 @@ class LayerTimes:
     def _recurrence(self, linear: LinearAttention) -> Attention:
         """Returns the seconds of the gated delta rule in chunks, at the rate of attention in an older generation of kernels: its products are as small."""
         forward, backward = kernel_rates(self.hardware, "flash2", "bf16" if self.layout.precision == "fp8" else self.layout.precision)
-        flops = self.tokens * chunked_flops(linear) / self.layout.parallel.tensor
-        return Attention(flops / (forward * self.given.products) + self.given.kernel_s, BACKWARD * flops / (backward * self.given.products) + self.given.kernel_s)
+        flops, start = self.tokens * chunked_flops(linear) / (self.layout.parallel.tensor * self.given.products), self.given.kernel_s
+        return Attention(flops / forward + start, BACKWARD * flops / backward + start)
 
     def _memory_bound(
         self, rows: int, inner: int, products: list[Shape], of_experts: list[Shape], experts: ExpertShapes | None, linear: LinearAttention | None

@@ -78,7 +78,7 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     for name, tensor in read_file(Path(folder) / WEIGHTS):
         match = _NAME.fullmatch(name)
         if match is None:
-            raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up and down projections, and those of linear attention")
+            raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up, down and linear_attn's projections")
         pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     if not pairs:
         raise UserError(f"adapter '{folder}' has no matrices; train it with target_modules")
