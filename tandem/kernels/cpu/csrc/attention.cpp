@@ -30,12 +30,21 @@ struct Source {
   int64_t value_row_stride;
   const int32_t* table;  // null: tile t is block t - begin
   int64_t begin;
+  // Whether each key is read once, so that it comes from memory; then also the keys of the task behind this one, up to tile `next_last`, in the same strides.
+  bool is_read_once = false;
+  const void* next_keys = nullptr;
+  const int32_t* next_table = nullptr;
+  int64_t next_last = 0;
 
   bool is_in_place() const { return kind == 0 && keys; }
   // bf16 numbers are widened as they are loaded, which costs few rows less than decoding them into memory.
   bool is_widened() const { return kind == 1 && keys; }
-  Tiles<Bf16> stored_keys() const { return {static_cast<const Bf16*>(keys), key_tile_stride, 0, table, begin}; }
-  Tiles<Bf16> stored_values() const { return {static_cast<const Bf16*>(values), value_tile_stride, value_row_stride, table, begin}; }
+  template <typename T>
+  Tiles<T> stored_keys() const { return {static_cast<const T*>(keys), key_tile_stride, 0, table, begin}; }
+  template <typename T>
+  Tiles<T> stored_values() const { return {static_cast<const T*>(values), value_tile_stride, value_row_stride, table, begin}; }
+  template <typename T>
+  Ahead<T> stored_next() const { return {{static_cast<const T*>(next_keys), key_tile_stride, 0, next_table, 0}, next_last}; }
   int64_t tiles_at_once() const { return is_in_place() ? SPAN_TILES : DECODED_TILES; }
 
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
@@ -108,9 +117,25 @@ __attribute__((noinline)) void attend_span(const Rows& rows, const Source& sourc
   alignas(64) SpanBuffer scores;
   alignas(64) float decoded[DECODED_TILES * BLOCK_TOKENS * MAX_HEAD_SIZE];
   const int64_t padded = (size + LANES - 1) / LANES * LANES, step = source.tiles_at_once();
-  const bool widened = source.is_widened();
-  if (widened) dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, first, last, source.stored_keys(), scores[0]);
-  for (int64_t t = widened ? last : first; t < last; t += step) {
+  const bool fetches = source.is_read_once && source.is_in_place(), widened = source.is_widened(), fetches_wide = source.is_read_once && widened;
+  const auto dot_stored = [&](auto stored, auto ahead) {
+    using T = decltype(stored);
+    const Tiles<T> values = source.stored_values<T>();
+    dot_tiles<ROWS, tiles_at_once(ROWS), ahead.value>(rows.data, size, first, last, source.stored_keys<T>(), scores[0], &values);
+  };
+  const auto add_stored = [&](auto stored, auto ahead) {
+    using T = decltype(stored);
+    add_weighted<ROWS, ahead.value>(scores[0], rows, first, last, size, source.stored_values<T>(), state.sums, source.stored_next<T>());
+  };
+  constexpr std::true_type AHEAD;
+  constexpr std::false_type PLAIN;
+  if (fetches)
+    dot_stored(float{}, AHEAD);
+  else if (fetches_wide)
+    dot_stored(Bf16{}, AHEAD);
+  else if (widened)
+    dot_stored(Bf16{}, PLAIN);
+  for (int64_t t = widened || fetches ? last : first; t < last; t += step) {
     const int64_t end = std::min(last, t + step);
     dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, t, end, source.key_view(t, end, size, decoded), scores[0] + (t - first) * LANES);
   }
@@ -134,7 +159,9 @@ __attribute__((noinline)) void attend_span(const Rows& rows, const Source& sourc
     }
     state.total[r] = sum(total);
   }
-  if (widened) return add_weighted<ROWS>(scores[0], rows, first, last, size, source.stored_values(), state.sums);
+  if (fetches) return add_stored(float{}, AHEAD);
+  if (fetches_wide) return add_stored(Bf16{}, AHEAD);
+  if (widened) return add_stored(Bf16{}, PLAIN);
   for (int64_t t = first; t < last; t += step) {
     const int64_t end = std::min(last, t + step);
     add_weighted<ROWS>(scores[0] + (t - first) * LANES, rows, t, end, size, source.value_view(t, end, size, decoded), state.sums);
@@ -314,7 +341,9 @@ void run_in_pieces(const std::vector<Task>& tasks, const Queries& q, int threads
   for (int64_t i = 0; i < count; ++i) {
     const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(i)].task)];
     int64_t at[MAX_ROWS_AT_ONCE];
-    run_piece(rows_of(task, q, 0, at), q, source_of(task), pieces[static_cast<size_t>(i)].span, width, states + offsets[static_cast<size_t>(i)]);
+    Source source = source_of(task);
+    source.is_read_once = source.table;
+    run_piece(rows_of(task, q, 0, at), q, source, pieces[static_cast<size_t>(i)].span, width, states + offsets[static_cast<size_t>(i)]);
   }
   for (int64_t i = 0; i < count; ++i) {
     const int64_t owner = pieces[static_cast<size_t>(i)].task;
@@ -335,7 +364,18 @@ void run_tasks(const std::vector<Task>& tasks, const Queries& q, int64_t work, S
   Failure failure;
 #pragma omp parallel for schedule(dynamic, at_once) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < count; ++i)
-    failure.guard([&] { run_task(tasks[static_cast<size_t>(i)], q, source_of(tasks[static_cast<size_t>(i)])); });
+    failure.guard([&] {
+      Source source = source_of(tasks[static_cast<size_t>(i)]);
+      source.is_read_once = few_rows && source.table;
+      if (source.is_read_once && i + 1 < count) {
+        const Task& behind = tasks[static_cast<size_t>(i) + 1];
+        const Source next = source_of(behind);
+        source.next_keys = next.keys;
+        source.next_table = next.table;
+        source.next_last = (behind.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+      }
+      run_task(tasks[static_cast<size_t>(i)], q, source);
+    });
   failure.raise();
 }
 

@@ -32,6 +32,18 @@ struct Tiles {
 };
 using View = Tiles<float>;
 
+// Tiles that are read next, up to tile `last`; behind it nothing new is fetched.
+template <typename T>
+struct Ahead {
+  Tiles<T> tiles = {};
+  int64_t last = 0;
+
+  // From a tile that is read now to the one that is fetched, in bytes.
+  ptrdiff_t distance(int64_t t, const T* now) const {
+    return t < last ? reinterpret_cast<const char*>(tiles.tile(t)) - reinterpret_cast<const char*>(now) : 0;
+  }
+};
+
 // Up to MAX_ROWS_AT_ONCE query rows; row r sees the keys begin[r] <= position < end[r].
 struct Rows {
   int count;
@@ -71,17 +83,26 @@ INLINE void with_scores(float scale, float cap, Call call) {
     call(Capped{scale, cap});
 }
 
+// Few rows wait for memory longer than they compute: while they read some tiles, the cache lines of others are fetched, each where
+// its counterpart is read. `AHEAD` false: none.
+template <typename T>
+INLINE void fetch(const T* line) {
+  __builtin_prefetch(line, 0, 2);
+}
+
 // out[r SPAN + (t - first) 16 ..] = rows[r] . key for the tiles first <= t < last.
-// TILES are walked at once, so that few rows still keep the multipliers busy.
-template <int ROWS, int TILES, typename T>
-INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const Tiles<T>& view, float* out) {
+// TILES are walked at once, so that few rows still keep the multipliers busy. `ahead`: tiles of the same size and the same numbers.
+template <int ROWS, int TILES, bool AHEAD = false, typename T>
+INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const Tiles<T>& view, float* out,
+                      const Tiles<T>* ahead = nullptr) {
   int64_t t = first;
   for (; t + TILES <= last; t += TILES) {
-    const T* keys[TILES];
+    const T *keys[TILES], *next[TILES];
     V acc[TILES][ROWS];
 #pragma GCC unroll 8
     for (int i = 0; i < TILES; ++i) {
       keys[i] = view.tile(t + i);
+      if constexpr (AHEAD) next[i] = ahead->tile(t + i);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) acc[i][r] = zero();
     }
@@ -89,6 +110,7 @@ INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int
 #pragma GCC unroll 8
       for (int i = 0; i < TILES; ++i) {
         const V key = widen(keys[i] + d * LANES);
+        if constexpr (AHEAD) fetch(next[i] + d * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) acc[i][r] = fma(set1(rows[r][d]), key, acc[i][r]);
       }
@@ -98,13 +120,14 @@ INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int
       for (int r = 0; r < ROWS; ++r) store(out + r * SPAN + (t + i - first) * LANES, acc[i][r]);
   }
   if constexpr (TILES > 1)
-    if (t < last) dot_tiles<ROWS, TILES / 2, T>(rows, size, t, last, view, out + (t - first) * LANES);
+    if (t < last) dot_tiles<ROWS, TILES / 2, AHEAD>(rows, size, t, last, view, out + (t - first) * LANES, ahead);
 }
 
 // For the rows r: out[r][d .. d + 16 VECTORS) += sum over the keys from <= key < to, in order, of weights[r][key - first_key]
 // values[key][the same columns). `columns` is the width of the last vector; out may be written to full vectors.
-template <int ROWS, int VECTORS, typename T>
-INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t d, int columns, const Tiles<T>& view, float* out) {
+template <int ROWS, int VECTORS, bool AHEAD, typename T>
+INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t d, int columns, const Tiles<T>& view, float* out,
+                     const Ahead<T>& ahead) {
   V acc[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -113,7 +136,11 @@ INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int6
   for (int64_t key = from; key < to;) {
     const int64_t tile = key / BLOCK_TOKENS, next = std::min(to, (tile + 1) * BLOCK_TOKENS);
     const T* values = view.tile(tile) + (key - tile * BLOCK_TOKENS) * view.row_stride + d;
+    const ptrdiff_t distance = AHEAD ? ahead.distance(tile, view.tile(tile)) : 0;
     for (; key < next; ++key, values += view.row_stride) {
+      if constexpr (AHEAD)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) fetch(reinterpret_cast<const char*>(values + v * LANES) + distance);
       V value[VECTORS];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) value[v] = v == VECTORS - 1 ? widen_n(values + v * LANES, columns) : widen(values + v * LANES);
@@ -132,33 +159,34 @@ INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int6
 }
 
 // The same over all of a head's columns.
-template <int ROWS, typename T>
-INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out) {
+template <int ROWS, bool AHEAD = false, typename T>
+INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out,
+                            const Ahead<T>& ahead = {}) {
   if (from >= to) return;
   int64_t d = 0;
   if constexpr (ROWS <= 2)
-    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4, T>(weights, first_key, from, to, d, LANES, view, out);
-  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2, T>(weights, first_key, from, to, d, LANES, view, out);
+    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
+  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
   for (; d < size; d += LANES)
-    add_keys<ROWS, 1, T>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out);
+    add_keys<ROWS, 1, AHEAD>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out, ahead);
 }
 
 template <typename T>
 inline void add_row(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out) {
-  add_all_columns<1, T>(weights, first_key, from, to, size, view, out);
+  add_all_columns<1>(weights, first_key, from, to, size, view, out);
 }
 
 // out[r] += the values of the tiles first <= t < last by weights[r SPAN ..], for exactly the keys that row r sees: those that all rows see
 // at once, those before and behind by themselves.
-template <int ROWS, typename T>
+template <int ROWS, bool AHEAD = false, typename T>
 INLINE void add_weighted(const float* weights, const Rows& rows, int64_t first, int64_t last, int64_t size, const Tiles<T>& view,
-                         float (*out)[MAX_HEAD_SIZE]) {
+                         float (*out)[MAX_HEAD_SIZE], const Ahead<T>& ahead = {}) {
   const int64_t begin = first * BLOCK_TOKENS, end = last * BLOCK_TOKENS;
   const int64_t shared_begin = std::clamp(*std::max_element(rows.begin, rows.begin + ROWS), begin, end);
   const int64_t shared_end = std::clamp(*std::min_element(rows.end, rows.end + ROWS), shared_begin, end);
   for (int r = 0; r < ROWS; ++r)
     add_row(weights + r * SPAN, begin, std::max(begin, rows.begin[r]), std::min(shared_begin, rows.end[r]), size, view, out[r]);
-  add_all_columns<ROWS, T>(weights, begin, shared_begin, shared_end, size, view, out[0]);
+  add_all_columns<ROWS, AHEAD>(weights, begin, shared_begin, shared_end, size, view, out[0], ahead);
   for (int r = 0; r < ROWS; ++r)
     add_row(weights + r * SPAN, begin, std::max(shared_end, rows.begin[r]), std::min(end, rows.end[r]), size, view, out[r]);
 }

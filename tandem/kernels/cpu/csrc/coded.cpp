@@ -37,6 +37,9 @@ float from_bits(uint32_t bits) {
   return out;
 }
 
+// 2^23: the last bit of a number from here on is 1.
+constexpr float SHIFT = 8388608.0f;
+
 #if defined(__AVX512F__)
 
 INLINE V ints(__m512i a) { return {_mm512_cvtepi32_ps(a)}; }
@@ -44,6 +47,16 @@ INLINE __m128i bytes_at(const uint8_t* p) { return _mm_loadu_si128(reinterpret_c
 INLINE V low_nibbles(const uint8_t* p) { return ints(_mm512_cvtepu8_epi32(_mm_and_si128(bytes_at(p), _mm_set1_epi8(15)))); }
 INLINE V high_nibbles(const uint8_t* p) {
   return ints(_mm512_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(bytes_at(p), 4), _mm_set1_epi8(15))));
+}
+// The numbers of 64 nibbles plus SHIFT, whose lowest bits they replace: no conversion, and each byte is widened once for both of its nibbles.
+INLINE void shifted_nibbles(const uint8_t* p, V* out) {
+  const __m512i shift = _mm512_castps_si512(_mm512_set1_ps(SHIFT)), nibble = _mm512_set1_epi32(15);
+  constexpr int MASKED_OR = 0xec;  // (a & c) | b
+  for (int v = 0; v < 2; ++v) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(bytes_at(p + v * LANES));
+    out[v] = {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bytes, shift, nibble, MASKED_OR))};
+    out[v + 2] = {_mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(bytes, 4), shift))};
+  }
 }
 // A permutation reads the lowest four bits of an index.
 INLINE V low_numbers(const uint8_t* p, const float* of) { return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(bytes_at(p)), _mm512_load_ps(of))}; }
@@ -85,6 +98,14 @@ float from_fp16(uint16_t half) {
   return load(out)
 INLINE V low_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] & 15)); }
 INLINE V high_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] >> 4)); }
+INLINE V low_shifted(const uint8_t* p) { EACH(from_bits(0x4b000000u | (p[i] & 15))); }
+INLINE V high_shifted(const uint8_t* p) { EACH(from_bits(0x4b000000u | p[i] >> 4)); }
+INLINE void shifted_nibbles(const uint8_t* p, V* out) {
+  for (int v = 0; v < 2; ++v) {
+    out[v] = low_shifted(p + v * LANES);
+    out[v + 2] = high_shifted(p + v * LANES);
+  }
+}
 INLINE V low_numbers(const uint8_t* p, const float* of) { EACH(of[p[i] & 15]); }
 INLINE V high_numbers(const uint8_t* p, const float* of) { EACH(of[p[i] >> 4]); }
 // Powers of two by their exponents; that of 0 is 2^-127, which fp32 has without its leading one.
@@ -195,17 +216,21 @@ void multiply_few(const Few& t) {
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; ++v) {
         if (HAS_SCALES) scale[v] = scales_at<KIND>(t.scales + group * PANEL * bytes_a_scale(KIND), v);
-        if (HAS_ZEROS) zero_of[v] = load(t.zeros + group * PANEL + v * LANES);
+        zero_of[v] = HAS_ZEROS ? load(t.zeros + group * PANEL + v * LANES) : zero();
+        if (KIND == INT4) zero_of[v] = add(zero_of[v], set1(SHIFT));  // exact, as the difference is: zeros are small whole numbers
       }
-      for (; i < stop; ++i, from += BYTES)
+      for (; i < stop; ++i, from += BYTES) {
+        V codes[VECTORS];
+        if constexpr (KIND == INT4) shifted_nibbles(from, codes);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
-          V value = codes_at<KIND>(from, v);
-          if (HAS_ZEROS) value = sub(value, zero_of[v]);
+          V value = KIND == INT4 ? codes[v] : codes_at<KIND>(from, v);
+          if (HAS_ZEROS || KIND == INT4) value = sub(value, zero_of[v]);
           if (HAS_SCALES) value = mul(value, scale[v]);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(set1(t.x[r * t.k + i]), value, acc[r][v]);
         }
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
