@@ -16,7 +16,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.quantization import calibration, quantize
-from tandem.model.quantization.awq import clip, search_scales
+from tandem.model.quantization.awq import clip, fold_into_norm, search_scales
 from tandem.model.quantization.bits import AWQ_ORDER, pack_words, unpack_words
 from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.gptq import Hessian, gptq, reconstruction_error
@@ -106,6 +106,20 @@ def test_awq_scales_keep_the_outputs_where_channels_stand_out() -> None:
     nearest = error(plain_weight(round_to_nearest(weight, scheme)))
     scaled = error(plain_weight(round_to_nearest(weight * scales, scheme)) / scales)
     assert scaled < 0.5 * nearest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("from_one", [False, True])
+def test_what_a_norm_takes_over_is_what_its_stored_weights_divide_by(dtype: torch.dtype, from_one: bool) -> None:
+    torch.manual_seed(5)
+    before = (torch.randn(200) * 0.3 + (0.0 if from_one else 1.0)).to(dtype).float()
+    before[:3] = torch.tensor([-1.0, -0.996, 0.0])  # Of Gemma's norms, which multiply with 1 plus them: 0, nearly 0 and 1.
+    norm, wanted = torch.nn.Parameter(before.clone(), requires_grad=False), torch.rand(200) * 3 + 0.2
+    scales, one = fold_into_norm(norm, wanted, from_one, dtype), float(from_one)
+    assert torch.equal(norm.to(dtype).float(), norm), "the folder has the same numbers"
+    torch.testing.assert_close((norm.double() + one) * scales.double(), before.double() + one, rtol=1e-6, atol=1e-7)
+    # Channels near -1 have what 16 bits have there, or stay as they are.
+    assert ((scales / wanted - 1).abs() < 0.05).float().mean() > 0.9
 
 
 def test_clipping_never_makes_a_group_worse() -> None:
