@@ -42,7 +42,7 @@ def store_experts(decoder: Decoder, read: Mapping[str, QuantizedWeight]) -> None
             assert gate_up is not None and down is not None
             layer.experts.stored = decoder.kernels.pack_groups(gate_up), decoder.kernels.pack_groups(down)
         else:
-            raise UserError(f"tensor '{plain[0]}.weight' is not quantized as other experts of its layer are, which is not supported; quantize all of them or none")
+            raise UserError(f"tensor '{plain[0]}.weight' is plain and other experts of its layer are quantized, which is not supported; quantize all or none")
 
 
 def round_experts(decoder: Decoder, index: int, scheme: Scheme) -> dict[str, QuantizedWeight]:
