@@ -68,9 +68,11 @@ def run(options: argparse.Namespace) -> int:
     if not 2 <= length <= positions:
         raise UserError(f"--sequence-length is {length}; it must be from 2 to the model's {positions} positions")
     sequences, held_out = _sequences(options, source, length)
-    quantize_folder(source, target, chosen, select(), sequences, _progress)
+    rounded = quantize_folder(source, target, chosen, select(), sequences, _progress)
+    if rounded:
+        print(f"rounded to nearest, because too few calibration tokens are routed to them: {', '.join(rounded)}", file=sys.stderr)
     before, after = _measure(source, held_out), _measure(target, held_out)
-    report = {"method": options.method, "before": before._asdict(), "after": after._asdict()}
+    report = {"method": options.method, "before": before._asdict(), "after": after._asdict(), "rounded_to_nearest": rounded}
     (target / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report) if options.json else _table(options.method, before, after))
     return 0

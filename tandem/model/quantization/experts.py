@@ -1,12 +1,20 @@
 """The matrices of a mixture's experts in a quantized folder, each under a name of its own."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tandem.kernels.quantized import QuantizedWeight
+import torch
+
+from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.model.decoder import Decoder
-from tandem.model.quantization.scheme import Scheme, pack_stored_groups, round_to_nearest
+from tandem.model.quantization.calibration import Chunk, routed_inputs
+from tandem.model.quantization.gptq import Hessian, gptq
+from tandem.model.quantization.scheme import Scheme, pack_stored_groups, round_to_nearest, split_rows
 from tandem.types import UserError
+
+FEWEST_TOKENS = 32
+"""Calibration tokens with fewer of which an expert is rounded to nearest: GPTQ would move its errors to inputs that it has not seen."""
 
 
 class ExpertModules(NamedTuple):
@@ -54,3 +62,33 @@ def round_experts(decoder: Decoder, index: int, scheme: Scheme) -> dict[str, Qua
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
     by_kind = zip(modules, gate, up, experts.down_proj.detach(), strict=True)
     return {name: round_to_nearest(weight, scheme) for names, *weights in by_kind for name, weight in zip(names, weights, strict=True)}
+
+
+@torch.no_grad()
+def gptq_experts(
+    decoder: Decoder, index: int, chunks: Sequence[Chunk], scheme: Scheme, *, damping: float, act_order: bool
+) -> tuple[dict[str, QuantizedWeight], list[str]]:
+    """Does ``round_experts`` by GPTQ, each expert on the tokens that are routed to it, ``down`` on what its quantized gate and up compute, and puts the
+    dequantized matrices in the places of the plain ones. Returns beside it the modules that had too few tokens and were rounded to nearest."""
+    experts, modules = decoder._layers()[decoder.layer_numbers.index(index)].experts, expert_modules(decoder, index)
+    if experts is None:
+        return {}, []
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    weights: dict[str, QuantizedWeight] = {}
+    few: list[str] = []
+    for kind, stack in enumerate((experts.gate_up_proj, experts.down_proj)):
+        hessians = [Hessian(stack.shape[2]) for _ in modules]
+        for chunk in chunks:
+            routed = routed_inputs(decoder, index, chunk)
+            for hessian, (start, end) in zip(hessians, itertools.pairwise(routed.bounds), strict=True):
+                hessian.add(routed[kind][start:end])
+        for names, hessian, weight in zip(modules, hessians, stack, strict=True):
+            own = names[:2] if kind == 0 else names[2:]
+            if hessian.tokens < FEWEST_TOKENS:
+                few += own
+                quantized = round_to_nearest(weight, scheme)
+            else:
+                quantized = gptq(weight, hessian.mean(), scheme, damping=damping, act_order=act_order)
+            weight.copy_(plain_weight(quantized))
+            weights |= dict(zip(own, split_rows(quantized, [len(weight) // len(own)] * len(own)), strict=True))
+    return weights, few

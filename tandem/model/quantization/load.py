@@ -1,8 +1,7 @@
 """Loads a quantized Hugging Face folder into a packed decoder."""
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
 from tandem.model.quantization.checkpoint_tensors import Tensors, take
 from tandem.model.quantization.experts import expert_modules, store_experts
 from tandem.model.quantization.formats import CheckpointFormat
-from tandem.model.quantization.scheme import Scheme, Stored
+from tandem.model.quantization.scheme import Scheme, Stored, rows_of, split_rows
 from tandem.types import UserError
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx", "SCB")
@@ -111,21 +110,6 @@ def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
             parts: list[Stored] = [read[module] if module in read else own[f"{module}.weight"].clone() for module in each]
             linear.stored, linear.weight = tuple(parts), None
     store_experts(decoder, read)
-
-
-def split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:
-    """Returns the runs of ``rows`` of ``weight`` one by one."""
-    ends = list(itertools.accumulate(rows))
-    return [rows_of(weight, slice(end - count, end)) for count, end in zip(rows, ends, strict=True)]
-
-
-def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """Returns some rows of ``weight``; they quantize and multiply as within the whole, because scales and zeros are per row."""
-    return weight._replace(
-        codes=weight.codes[rows],
-        scales=None if weight.scales is None else weight.scales[rows],
-        zeros=None if weight.zeros is None else weight.zeros[rows],
-    )
 
 
 def quantized_modules(stored: CheckpointFormat, tensors: Tensors) -> set[str]:

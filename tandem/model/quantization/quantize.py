@@ -19,10 +19,10 @@ from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.quantization import calibration
 from tandem.model.quantization.awq import clip, fold_into_norm, sampled, search_scales
-from tandem.model.quantization.experts import round_experts
+from tandem.model.quantization.experts import gptq_experts, round_experts
 from tandem.model.quantization.gptq import Hessian, gptq
-from tandem.model.quantization.load import projections_of, split_rows
-from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, Stored, joined_rows, round_to_nearest
+from tandem.model.quantization.load import projections_of
+from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, Stored, joined_rows, round_to_nearest, split_rows
 from tandem.model.quantization.writing import CALIBRATED, Method, cannot, left_plain, quantization_config, stored_tensors
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
@@ -64,8 +64,9 @@ class QuantizeOptions:
 
 def quantize_folder(
     source: str | Path, target: str | Path, options: QuantizeOptions, kernels: Kernels, sequences: list[Tensor], progress: Progress
-) -> None:
-    """Writes ``target``, which loads in this engine and, if the format's package is installed, in transformers.
+) -> list[str]:
+    """Writes ``target``, which loads in this engine and, if the format's package is installed, in transformers. Returns the modules of experts that gptq
+    rounded to nearest, because too few calibration tokens were routed to them.
 
     ``sequences``: calibration tokens, for gptq and awq. ``progress`` is called with the finished and the total number of layers. The folder
     is written atomically: an interrupted run leaves ``.NAME.partial`` next to it, which the next run removes. Raises ``UserError`` before
@@ -86,7 +87,7 @@ def quantize_folder(
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        quantized = _quantize(decoder, options, dtype, sequences, progress)
+        quantized, rounded = _quantize(decoder, options, dtype, sequences, progress)
         write_file(partial / WEIGHTS, _all_tensors(decoder, quantized, options.method, dtype))
         config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
         config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping, left_plain(decoder.shapes))
@@ -96,6 +97,7 @@ def quantize_folder(
                 shutil.copyfile(source / name, partial / name)
         write_manifest(partial)
         partial.rename(target)
+        return rounded
     except OSError as error:
         raise RunError(f"the quantized model cannot be saved to '{target}': {error}") from None
     finally:
@@ -126,11 +128,12 @@ def _all_tensors(decoder: Decoder, quantized: dict[str, QuantizedWeight], method
 @torch.no_grad()
 def _quantize(
     decoder: Decoder, options: QuantizeOptions, dtype: torch.dtype, sequences: list[Tensor], progress: Progress
-) -> dict[str, QuantizedWeight]:
-    """Returns the quantized weights by module. If the method is calibrated, replaces the decoder's own matrices by their dequantized values, so that every
-    layer is calibrated on the inputs it has at inference."""
+) -> tuple[dict[str, QuantizedWeight], list[str]]:
+    """Returns the quantized weights by module, and the modules of experts that ``gptq_experts`` rounded to nearest. If the method is calibrated, replaces the
+    decoder's own matrices by their dequantized values, so that every layer is calibrated on the inputs it has at inference."""
     scheme, layers, plain = options.scheme(dtype), decoder.shapes.num_hidden_layers, left_plain(decoder.shapes)
     weights: dict[str, QuantizedWeight] = {}
+    rounded: list[str] = []
     rows = {parameter.name.removesuffix(".weight"): parameter.shape[0] for parameter in parameters(decoder.shapes)}
     is_calibrated = options.method in CALIBRATED
     chunks = list(calibration.chunks_of(decoder, sequences)) if is_calibrated else []
@@ -155,10 +158,15 @@ def _quantize(
             if is_calibrated:
                 linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
             weights |= dict(zip(modules, split_rows(quantised, [rows[module] for module in modules]), strict=True))
-        weights |= round_experts(decoder, index, scheme)
+        if options.method == "gptq":
+            of_experts, few = gptq_experts(decoder, index, chunks, scheme, damping=options.damping, act_order=options.act_order)
+            weights |= of_experts
+            rounded += few
+        else:
+            weights |= round_experts(decoder, index, scheme)
         chunks = [c._replace(residual=calibration.inputs_of(decoder, index, calibration.END, c)) for c in chunks]
         progress(index + 1, layers)
-    return weights
+    return weights, rounded
 
 
 def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.Chunk]) -> Tensor:

@@ -1,5 +1,6 @@
 """Quantization schemes of a weight: options, rounding to nearest, and packing for inference."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,6 +138,21 @@ def joined_rows(stored: Sequence[Stored]) -> QuantizedWeight | None:
         scales=None if first.scales is None else torch.cat([part.scales for part in whole if part.scales is not None]),
         zeros=None if first.zeros is None else torch.cat([part.zeros for part in whole if part.zeros is not None]),
     )  # fmt: skip
+
+
+def split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:
+    """Returns the runs of ``rows`` of ``weight`` one by one."""
+    ends = list(itertools.accumulate(rows))
+    return [rows_of(weight, slice(end - count, end)) for count, end in zip(rows, ends, strict=True)]
+
+
+def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Returns some rows of ``weight``; they quantize and multiply as within the whole, because scales and zeros are per row."""
+    return weight._replace(
+        codes=weight.codes[rows],
+        scales=None if weight.scales is None else weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+    )
 
 
 def _is_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:

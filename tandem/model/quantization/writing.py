@@ -23,8 +23,8 @@ def cannot(shapes: ModelShapes, method: Method) -> str | None:
         return None
     if shapes.latent is not None or shapes.linear_attention is not None:
         return f"{'latent' if shapes.latent is not None else 'linear'} attention, whose inputs --method {method} does not calibrate on"
-    if shapes.experts is not None:
-        return f"a mixture of experts, which --method {method} does not calibrate on"
+    if method == "awq" and shapes.experts is not None:
+        return "a mixture of experts, whose inputs --method awq does not search scales for"
     if method == "awq" and not shapes.pre_norms:
         return "no norms before attention and MLP, into which --method awq folds its scales"
     return None
@@ -82,6 +82,8 @@ def quantization_config(method: Method, group_size: int, act_order: bool, dampin
         return {
             "quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": act_order,
             "damp_percent": damping, "static_groups": False, "true_sequential": True, "lm_head": False,
+            # As GPTQModel names modules that it leaves as they are.
+            **({"dynamic": {f"-:.*{re.escape(name)}$": {} for name in plain}} if plain else {}),
         }  # fmt: skip
     kind = "float" if method == "fp8" else "int"
     grouped = method == "rtn" and group_size > 0
