@@ -376,6 +376,8 @@ def test_a_quantized_folder_is_near_to_the_float_one(tiny: Tiny, method: Method,
         with pytest.raises(UserError, match=re.escape(f"has {reason}; choose another method")):
             quantize()
         return
+    if method == "awq" and not (decoder.shapes.parallel_blocks or decoder.shapes.post_norms):
+        pytest.skip("AWQ of blocks one behind the other has tests of its own")
     quantize()
     stored = read_format(tmp_path / method)
     assert stored is not None
