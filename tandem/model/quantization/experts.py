@@ -81,7 +81,7 @@ def gptq_experts(
         for chunk in chunks:
             routed = routed_inputs(decoder, index, chunk)
             for hessian, (start, end) in zip(hessians, itertools.pairwise(routed.bounds), strict=True):
-                hessian.add(routed[kind][start:end])
+                hessian.add((routed.rows if kind == 0 else routed.inner)[start:end])
         for names, hessian, weight in zip(modules, hessians, stack, strict=True):
             own = names[:2] if kind == 0 else names[2:]
             if hessian.tokens < FEWEST_TOKENS:
