@@ -68,9 +68,11 @@ def run(options: argparse.Namespace) -> int:
     if not 2 <= length <= positions:
         raise UserError(f"--sequence-length is {length}; it must be from 2 to the model's {positions} positions")
     sequences, held_out = _sequences(options, source, length)
-    quantize_folder(source, target, chosen, select(), sequences, _progress)
+    rounded = quantize_folder(source, target, chosen, select(), sequences, _progress)
+    if rounded:
+        print(f"rounded to nearest, because too few calibration tokens are routed to them: {', '.join(rounded)}", file=sys.stderr)
     before, after = _measure(source, held_out), _measure(target, held_out)
-    report = {"method": options.method, "before": before._asdict(), "after": after._asdict()}
+    report = {"method": options.method, "before": before._asdict(), "after": after._asdict(), "rounded_to_nearest": rounded}
     (target / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report) if options.json else _table(options.method, before, after))
     return 0
@@ -97,6 +99,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
 
     from tandem.engine.llm import LLM
     from tandem.engine.sample.sampling_params import SamplingParams
+    from tandem.layout.shapes import parameters
     from tandem.model.huggingface.model_folder import read_tensors
     from tandem.model.quantization.calibration import perplexity
     from tandem.model.quantization.load import held_bytes
@@ -104,10 +107,10 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
     files = bytes_of_linears = weights = 0
     for name, tensor in read_tensors(folder):
         files += tensor.nbytes
-        bytes_of_linears += tensor.nbytes if "_proj." in name and not name.endswith(".bias") else 0
+        bytes_of_linears += tensor.nbytes if _is_of_matrix(name) else 0
     with LLM(folder, skip_tokenizer_init=True, max_num_seqs=SPEED_PROMPTS) as llm:
         decoder = llm.engine.decoder
-        weights = sum(linear.rows * linear.columns for layer in decoder._layers() for linear in layer.linears())
+        weights = sum(parameter.numel for parameter in parameters(decoder.shapes) if _is_of_matrix(parameter.name))
         length = max(1, min(SPEED_TOKENS, decoder.positions - 4))
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, decoder.shapes.vocab_size, (SPEED_PROMPTS, 2), generator=draw).tolist()
@@ -125,6 +128,11 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
             tokens_per_s=SPEED_PROMPTS * length / best,
             memory_bytes=held_bytes(decoder),
         )
+
+
+def _is_of_matrix(name: str) -> bool:
+    """Returns whether a tensor belongs to a linear layer of a layer or of an expert, by its name in a folder."""
+    return ("_proj" in name or ".experts." in name) and not name.endswith(("bias", "_bias"))
 
 
 def _table(method: str, before: Measured, after: Measured) -> str:

@@ -204,12 +204,12 @@ class Kernels(Protocol):
         ...
 
     def pack_quantized_groups(self, weights: Sequence[QuantizedWeight]) -> PackedQuantized:
-        """Does ``pack_groups`` for quantized weights of the same kind and shape, without zeros and rounded inputs, which stay in their codes."""
+        """Does ``pack_groups`` for quantized weights that differ in nothing but their numbers and ``order``, and stay in their codes."""
         ...
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts | PackedQuantized, bounds: Tensor) -> Tensor:
         """Does ``grouped_linear`` with weights that are used many times between changes, or with several of the same groups, whose outputs are put side by
-        side. With quantized ones it has the bits of the product with the decoded ones. No gradient."""
+        side. With quantized ones a group has the bits of ``linear_packed`` with its own. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:

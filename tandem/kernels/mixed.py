@@ -176,7 +176,7 @@ class MixedKernels:
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
         """Does ``grouped_linear`` with its bits. No gradient."""
-        if self._products is not None:
+        if self._products is not None and not _is_quantized(weight):
             return self._products.grouped_linear_packed(x, weight, bounds)
         with torch.no_grad():
             if self.is_native:
@@ -201,6 +201,11 @@ class MixedKernels:
             return out
         rounded: Tensor = _Round.apply(out, self.dtype, self.dtype)
         return _Scaled.apply(rounded, None, torch.float8_e5m2) if self.precision == "fp8" else rounded  # type: ignore[no-any-return]
+
+
+def _is_quantized(weight: Any) -> bool:
+    """Returns whether the packed ``weight`` of groups is quantized, as all of its parts are then."""
+    return isinstance(weight.parts[0] if isinstance(weight, PackedParts) else weight, PackedQuantized)
 
 
 class _Round(torch.autograd.Function):

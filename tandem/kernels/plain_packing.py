@@ -12,6 +12,7 @@ from tandem.kernels.quantized import (
     PackedQuantized,
     QuantizedWeight,
     dequantize,
+    int8_groups,
     int8_linear,
     keep_codes,
     of_groups,
@@ -78,7 +79,9 @@ class PlainPacking:
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts | PackedQuantized, bounds: Tensor) -> Tensor:
         with torch.no_grad():
             if isinstance(weight, PackedQuantized):
-                return self.grouped_linear(x, dequantize(weight).to(x.dtype), bounds)
+                if weight.is_integer_product:
+                    return int8_groups(x, weight, bounds)
+                return self.grouped_linear(round_inputs(x, weight, bounds), dequantize(weight).to(x.dtype), bounds)
             if isinstance(weight, PackedParts):
-                return torch.cat([self.grouped_linear(x, part.data, bounds) for part in weight.parts], dim=1)
+                return torch.cat([self.grouped_linear_packed(x, part, bounds) for part in weight.parts], dim=1)
             return self.grouped_linear(x, weight.data, bounds)

@@ -12,6 +12,7 @@ int8 inputs is multiplied in integers, exactly; everything else is decoded to fp
 includes fp8 inputs: no processor has an instruction for them, so theirs is an emulation in fp32.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -66,7 +67,7 @@ class QuantizedWeight(NamedTuple):
 
 class PackedQuantized(NamedTuple):
     """A ``QuantizedWeight`` in its kernel's layout: ``data``, ``scales`` and ``zeros`` belong to the kernel set. Of several groups (``pack_quantized_groups``),
-    each of ``rows`` x ``columns``, they have a first axis more."""
+    each of ``rows`` x ``columns``, they have a first axis more, as has ``order``."""
 
     kind: CodeKind
     data: Tensor
@@ -105,9 +106,27 @@ def keep_codes(weight: QuantizedWeight) -> PackedQuantized:
 
 def of_groups(weights: Sequence[PackedQuantized]) -> PackedQuantized:
     """Returns the packed ``weights`` of as many groups, which are alike, as one."""
-    first, each = weights[0], lambda name: [getattr(weight, name) for weight in weights]
-    assert first.zeros is None and first.order is None and first.inputs == "plain"
-    return first._replace(data=torch.stack(each("data")), scales=torch.stack(each("scales")))
+    if any(weight.order is not None for weight in weights):
+        plain = torch.arange(weights[0].columns, device=weights[0].data.device)
+        weights = [weight if weight.order is not None else weight._replace(order=plain) for weight in weights]
+
+    def stacked(parts: list[Tensor | None]) -> Tensor | None:
+        whole = [part for part in parts if part is not None]
+        return torch.stack(whole) if whole else None
+
+    return weights[0]._replace(
+        data=torch.stack([weight.data for weight in weights]), scales=stacked([weight.scales for weight in weights]),
+        zeros=stacked([weight.zeros for weight in weights]), order=stacked([weight.order for weight in weights]),
+    )  # fmt: skip
+
+
+def group_of(weight: PackedQuantized, group: int) -> PackedQuantized:
+    """Returns one of several groups that are packed as one."""
+
+    def own(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[group]
+
+    return weight._replace(data=weight.data[group], scales=own(weight.scales), zeros=own(weight.zeros), order=own(weight.order))
 
 
 def check_integer_columns(columns: int) -> None:
@@ -136,7 +155,7 @@ def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
         return wide
     group = torch.arange(wide.shape[-1], device=wide.device) // weight.group_size
     if weight.zeros is not None:
-        wide = wide - weight.zeros[:, group]
+        wide = wide - weight.zeros[..., group]
     return wide * weight.scales[..., group]
 
 
@@ -164,10 +183,18 @@ def round_rows(x: Tensor, kind: InputKind, group: int = 0) -> tuple[Tensor, Tens
     return codes.flatten(1)[:, :width], scales
 
 
-def round_inputs(x: Tensor, weight: PackedQuantized) -> Tensor:
-    """Returns the inputs of the product: in the order of the codes, and rounded if ``weight`` requires it."""
-    if weight.order is not None:
-        x = x.index_select(1, weight.order)
+def in_order_of_codes(x: Tensor, weight: PackedQuantized, bounds: Tensor | None = None) -> Tensor:
+    """Returns the inputs ``x[T, K]`` of the product in the order of the codes; ``bounds``: of the rows of each group, if ``weight`` has several."""
+    if weight.order is None:
+        return x
+    if bounds is None:
+        return x.index_select(1, weight.order)
+    return x.gather(1, weight.order.repeat_interleave(bounds.diff(), 0, output_size=len(x)))
+
+
+def round_inputs(x: Tensor, weight: PackedQuantized, bounds: Tensor | None = None) -> Tensor:
+    """Returns the inputs of the product: in the order of the codes, and rounded if ``weight`` requires it. ``bounds``: see ``in_order_of_codes``."""
+    x = in_order_of_codes(x, weight, bounds)
     if weight.inputs == "plain":
         return x
     codes, scales = round_rows(x, weight.inputs, weight.input_group)
@@ -183,6 +210,13 @@ def int8_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tens
     sums = (codes.double() @ weight.data.double().t()).float()
     out = (sums * (scales * weight.scales.t())).to(x.dtype)
     return out if bias is None else out + bias
+
+
+def int8_groups(x: Tensor, weight: PackedQuantized, bounds: Tensor) -> Tensor:
+    """Does ``int8_linear`` for the rows of each group."""
+    ends = bounds.tolist()
+    parts = [int8_linear(x[start:end], group_of(weight, group), None) for group, (start, end) in enumerate(itertools.pairwise(ends)) if end > start]
+    return torch.cat(parts) if parts else x.new_empty(0, weight.rows)
 
 
 def with_parts(

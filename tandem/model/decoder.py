@@ -345,8 +345,8 @@ class Decoder(nn.Module):
         """Packs every matrix and the head for inference, and drops the plain matrices one by one (the embedding table stays).
 
         ``fill(index)``, if given, is called before layer ``index`` is packed, to write its plain matrices. Matrices are quantized as stored
-        in a checkpoint, or else rounded as ``quantization`` says; routers and experts stay plain, but for those of a folder in MXFP4 as long as their numbers
-        are of it, and so does the head unless ``quantization`` includes it.
+        in a checkpoint, or else rounded as ``quantization`` says, experts of a folder in MXFP4 only if their numbers are not of it; routers stay plain, and so
+        does the head unless ``quantization`` includes it.
 
         Later changes of the weights have no effect until ``pack`` is called again; ``load_tensors`` leaves the decoder unpacked for that.
         On a packed decoder it only packs a tied head again, and nothing if its weights are adopted.
@@ -360,7 +360,7 @@ class Decoder(nn.Module):
                 if fill is not None:
                     fill(index)
                 matrices.append(tuple(self._pack_matrix(layer, linear) for linear in layer.linears()))
-                experts.append(layer.experts.pack(self.kernels, self.experts_in_mxfp4) if layer.experts else None)
+                experts.append(layer.experts.pack(self.kernels, self.expert_quantization, self.experts_in_mxfp4) if layer.experts else None)
             self._packed_matrices = matrices
             self._packed = self._packed_steps(self._adapted(matrices), experts)
         if self.lm_head is None:
@@ -492,6 +492,11 @@ class Decoder(nn.Module):
         weight, linear.weight = linear.weight, None
         # Cloned, because layers may share the memory of one.
         return pack_absorbed(self.kernels, self.shapes.latent, weight) if linear.adapter is None else weight.detach().clone()
+
+    @property
+    def expert_quantization(self) -> Scheme | None:
+        """How experts are rounded; beside an adapter in training they are not, because the trainer has them as they are."""
+        return None if self.shapes.lora is not None and self.shapes.lora.quantization != "none" else self.quantization
 
     @property
     def head_quantization(self) -> Scheme | None:

@@ -17,6 +17,7 @@ from tandem.layout.shapes import Activation, ExpertShapes
 from tandem.model.attention import logistic
 from tandem.model.parallel.expert_parallel import on_their_ranks
 from tandem.model.quantization.mxfp4 import pack_exactly
+from tandem.model.quantization.scheme import Scheme, pack_groups
 from tandem.model.routing import Route, Selection
 from tandem.runtime.collectives.communicator import Communicator
 
@@ -26,7 +27,7 @@ class Experts(nn.Module):
     H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] if the model is not sharded. Packing drops
     the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one; ``choice_bias[E]``: of sigmoid routing.
     ``router_bias[E]``, ``gate_up_bias[held, 2 F]`` and ``down_bias[held, N]`` if they have biases. ``activation``: of the gates. ``adds_bias``: this rank adds
-    the last (see ``ExpertBiases``)."""
+    the last (see ``ExpertBiases``). ``stored``: until the decoder is packed, the two packed as a quantized checkpoint has them."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
@@ -45,6 +46,7 @@ class Experts(nn.Module):
         empty = lambda *sizes: nn.Parameter(self.router.new_empty(*sizes)) if shapes.biased else None
         self.router_bias = empty(shapes.num_experts)
         self.gate_up_bias, self.down_bias = empty(self.held, 2 * shapes.intermediate_size), empty(self.held, self.down[0])
+        self.stored: tuple[Any, Any] | None = None
         self.allocate()
 
     @property
@@ -57,12 +59,16 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
         self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
 
-    def pack(self, kernels: Kernels, in_mxfp4: bool = False) -> "ExpertLayer":
-        """Returns the layer with packed matrices and drops the plain ones. ``in_mxfp4``: they are kept in codes of 4 bits as long as these are exact."""
+    def pack(self, kernels: Kernels, scheme: Scheme | None = None, in_mxfp4: bool = False) -> "ExpertLayer":
+        """Returns the layer with packed matrices, as ``stored`` or rounded under ``scheme``, and drops the plain ones. ``in_mxfp4``: they are kept in codes
+        of 4 bits as long as these are exact."""
         assert self.gate_up_proj is not None and self.down_proj is not None
-        pack = lambda weights: (pack_exactly(kernels, weights) if in_mxfp4 else None) or kernels.pack_groups(weights)
-        gate_up, self.gate_up_proj = pack(self.gate_up_proj), None
-        down, self.down_proj = pack(self.down_proj), None
+        if self.stored is not None:
+            gate_up, down = self.stored
+        else:
+            pack = lambda weights: (pack_exactly(kernels, weights) if in_mxfp4 else None) or pack_groups(kernels, weights, scheme)
+            gate_up, down = pack(self.gate_up_proj), pack(self.down_proj)
+        self.drop()
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
         router = plain.pack(self.router if self.selection is None else wide(self.router))
@@ -85,7 +91,7 @@ class Experts(nn.Module):
 
     def drop(self) -> None:
         """Drops the plain matrices, for a decoder that has packed ones from elsewhere."""
-        self.gate_up_proj = self.down_proj = None
+        self.gate_up_proj = self.down_proj = self.stored = None
 
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""

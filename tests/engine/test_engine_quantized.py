@@ -174,3 +174,40 @@ def test_two_ranks_hold_half_of_the_quantised_rows_each_and_have_the_bits_of_one
 def test_quantised_weights_are_not_cut_through_their_columns(make_quantised: Make) -> None:
     with pytest.raises(UserError, match="cut by rows only"):
         make_quantised("int8", tensor_parallel_size=2, deterministic=False)
+
+
+MIXTURES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3"))]
+
+
+def in_other_batches(make: Callable[..., LLM]) -> list[list[CompletionOutput]]:
+    """Returns the answers of an engine, which are the same in other batches, chunks and blocks."""
+    expected = generate(make())
+    assert generate(make(max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=False), PROMPTS[2:4], [2, 3]) == expected[2:4]
+    assert generate(make(kv_cache_tokens=256, max_num_batched_tokens=23)) == expected
+    return expected
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.full), pytest.param("fp8", marks=pytest.mark.full)])
+def test_experts_are_quantised_as_they_are_loaded_and_updated(make_folder: Callable[..., Path], family: str, kind: str) -> None:
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+    llm = LLM(make_folder(family, 0), quantization=kind, **settings)
+    experts = [step.experts for step in llm.engine.decoder._packed or () if step.experts is not None]
+    assert experts and all(isinstance(matrix, PackedQuantized) for each in experts for matrix in (each.gate_up, each.down))
+    before = in_other_batches(lambda **other: LLM(make_folder(family, 0), quantization=kind, **{**settings, **other}))
+    new = load_model(make_folder(family, 5), select("reference"))
+    llm.update_weights(list(to_huggingface(new)), WeightVersion(0, 1))
+    fresh = LLM(make_folder(family, 5), quantization=kind, weight_version=WeightVersion(0, 1), **settings)
+    assert generate(llm) == generate(fresh) != before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("method", ["int8", "rtn"])
+def test_two_ranks_of_a_quantised_mixture_have_the_bits_of_one(make_folder: Callable[..., Path], tmp_path: Path, family: str, method: Any) -> None:
+    quantize_folder(make_folder(family, 0), tmp_path / "model", QuantizeOptions(method, group_size=32), select("reference"), [], lambda *at: None)
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+    expected = in_other_batches(lambda **other: LLM(tmp_path / "model", **{**settings, **other}))
+    with contextlib.closing(LLM(tmp_path / "model", tensor_parallel_size=2, **settings)) as two:
+        assert generate(two) == expected
+    assert generate(LLM(make_folder(family, 0), **settings)) != expected

@@ -187,3 +187,16 @@ def test_other_instruction_sets_give_the_same_bits(
         for columns, width in SHAPES:
             weight, x, bias = weight_of(kind, columns, width), torch.randn(70, width), torch.randn(columns)
             assert torch.equal(product(other, x, weight, bias), product(cpu_kernels, x, weight, bias)), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_a_group_have_the_bits_of_the_product_with_its_own_weight(kernels: Kernels, kind: str) -> None:
+    """Of groups of no, one, few and many rows; int4 in order of importance has another order in each."""
+    weights = [weight_of(kind, 99, 300) for _ in range(5)]
+    packed, x, bounds = kernels.pack_quantized_groups(weights), torch.randn(31, 300), torch.tensor([0, 1, 1, 7, 24, 31])
+    out = kernels.grouped_linear_packed(x, packed, bounds)
+    for weight, start, end in zip(weights, bounds, bounds[1:], strict=False):
+        assert torch.equal(out[start:end], product(kernels, x[start:end], weight))
+    both = kernels.grouped_linear_packed(x, PackedParts((packed, packed)), bounds)
+    assert torch.equal(both, torch.cat([out, out], dim=1)) and out.abs().max() > 0.1
+    assert kernels.grouped_linear_packed(x[:0], packed, torch.zeros(6, dtype=torch.int64)).shape == (0, 99)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.kernels import Kernels, select
 from tandem.model.huggingface.model_folder import load_model
 from tandem.model.quantization.formats import format_of, read_format
 from tandem.model.quantization.load import load_quantized
+from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.types import UserError
 
 GROUP = 16
@@ -207,6 +208,39 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
         assert (ours - theirs).norm() / theirs.norm() < tolerance
 
 
+def test_modules_that_the_format_ignores_are_computed_as_they_are(
+    tmp_path: Path, peer_model: Callable[..., Any], packed_logits: Callable[..., list[Tensor]]
+) -> None:
+    peer = peer_model("llama", **SIZES)
+    own = {f"model.layers.{layer}.self_attn.o_proj": peer.model.layers[layer].self_attn.o_proj.weight.detach().clone() for layer in range(2)}
+    folder = write_folder(peer, tmp_path / "model", "w4a16")
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.rpartition(".")[0] not in own}
+    save_file(tensors | {f"{module}.weight": weight for module, weight in own.items()}, folder / "model.safetensors")
+    with torch.no_grad():
+        for layer, weight in zip(peer.model.layers, own.values(), strict=True):
+            layer.self_attn.o_proj.weight.copy_(weight)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*o_proj$")
+    (folder / "config.json").write_text(json.dumps(config))
+    stored, tokens = read_format(folder), torch.randint(0, 61, (30,))
+    assert stored is not None
+    ours = packed_logits(load_quantized(folder, stored, select("reference")), [tokens])[0]
+    theirs = peer(tokens.unsqueeze(0)).logits[0]
+    assert (ours - theirs).norm() / theirs.norm() < 2e-5
+
+
+def test_a_layer_with_plain_and_quantised_experts_is_one_clear_line(tmp_path: Path, peer_model: Callable[..., Any]) -> None:
+    peer_model("qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16).save_pretrained(tmp_path / "float")
+    quantize_folder(tmp_path / "float", tmp_path / "rtn", QuantizeOptions("rtn", group_size=32), select("reference"), [], lambda *at: None)
+    tensors, module = load_file(tmp_path / "rtn" / "model.safetensors"), "model.layers.1.mlp.experts.2.up_proj"
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)} | {f"{module}.weight": torch.ones(32, 48)}
+    save_file(plain, tmp_path / "rtn" / "model.safetensors")
+    stored = read_format(tmp_path / "rtn")
+    assert stored is not None
+    with pytest.raises(UserError, match=f"tensor '{module}.weight' is plain and other experts of its layer are quantized"):
+        load_quantized(tmp_path / "rtn", stored, select("reference"))
+
+
 def test_a_wrong_order_of_nibbles_would_show(
     tmp_path: Path, peer_model: Callable[..., Any], packed_logits: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +295,6 @@ def test_a_format_that_is_not_read_is_one_clear_line(config: dict[str, Any], wor
 def test_a_damaged_quantised_folder_is_one_clear_line(
     tmp_path: Path, peer_model: Callable[..., Any], change: Callable[[dict[str, Tensor]], object], words: list[str]
 ) -> None:
-    from safetensors.torch import load_file
-
     folder = write_folder(peer_model("llama", **SIZES), tmp_path / "model", "awq")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -13,10 +13,10 @@ from tandem.kernels import select
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import load_model, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model, to_huggingface
 from tandem.model.initialise import initialise
-from tandem.model.quantization import calibration, quantize
-from tandem.model.quantization.awq import clip, search_scales
+from tandem.model.quantization import calibration, load, quantize
+from tandem.model.quantization.awq import clip, fold_into_norm, search_scales
 from tandem.model.quantization.bits import AWQ_ORDER, pack_words, unpack_words
 from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.gptq import Hessian, gptq, reconstruction_error
@@ -108,6 +108,20 @@ def test_awq_scales_keep_the_outputs_where_channels_stand_out() -> None:
     assert scaled < 0.5 * nearest
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("from_one", [False, True])
+def test_what_a_norm_takes_over_is_what_its_stored_weights_divide_by(dtype: torch.dtype, from_one: bool) -> None:
+    torch.manual_seed(5)
+    before = (torch.randn(200) * 0.3 + (0.0 if from_one else 1.0)).to(dtype).float()
+    before[:3] = torch.tensor([-1.0, -0.996, 0.0])  # Of Gemma's norms, which multiply with 1 plus them: 0, nearly 0 and 1.
+    norm, wanted = torch.nn.Parameter(before.clone(), requires_grad=False), torch.rand(200) * 3 + 0.2
+    scales, one = fold_into_norm(norm, wanted, from_one, dtype), float(from_one)
+    assert torch.equal(norm.to(dtype).float(), norm), "the folder has the same numbers"
+    torch.testing.assert_close((norm.double() + one) * scales.double(), before.double() + one, rtol=1e-6, atol=1e-7)
+    # Channels near -1 have what 16 bits have there, or stay as they are.
+    assert ((scales / wanted - 1).abs() < 0.05).float().mean() > 0.9
+
+
 def test_clipping_never_makes_a_group_worse() -> None:
     torch.manual_seed(4)
     weight, x = torch.randn(40, 64), torch.randn(300, 64)
@@ -179,8 +193,6 @@ def test_a_quantised_folder_loads_as_what_was_calculated(
     stored = read_format(target)
     assert stored is not None
     loaded: dict[str, QuantizedWeight] = {}
-    from tandem.model.quantization import load
-
     read = load.read_weight
     monkeypatch.setattr(load, "read_weight", lambda module, *rest: loaded.setdefault(module, read(module, *rest)))
     decoder = load_quantized(target, stored, select("reference"))
@@ -281,3 +293,55 @@ def test_perplexity_is_that_of_transformers(peer_model: Callable[..., Any]) -> N
         decoder = Decoder(read_shapes(folder), select("reference"))
     load_tensors(decoder, peer.state_dict().items())
     assert calibration.perplexity(decoder, tokens) == pytest.approx(truth, rel=1e-4)
+
+
+def test_experts_are_calibrated_on_the_tokens_that_transformers_routes_to_them(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "head_dim": 16}
+    peer, tokens = peer_model("qwen3_moe", **sizes), tokens_of(4)
+    peer.save_pretrained(tmp_path / "float")
+    decoder, read = load_model(tmp_path / "float", select("reference")), list[Tensor]()
+    handle = peer.model.layers[0].mlp.register_forward_hook(lambda module, given, out: read.append(given[0].flatten(0, 1)))
+    with torch.no_grad():
+        for sequence in tokens:
+            peer(sequence.unsqueeze(0))
+        x, probabilities = torch.cat(read), (torch.cat(read) @ peer.model.layers[0].mlp.gate.weight.t()).softmax(-1)
+    handle.remove()
+    chosen = probabilities.topk(2).indices
+    (chunk,) = calibration.chunks_of(decoder, tokens)
+    rows, inner, bounds = calibration.routed_inputs(decoder, 0, chunk)
+    experts = decoder._layers()[0].experts
+    assert experts is not None and experts.gate_up_proj is not None
+    for expert in range(6):
+        own, part = x[(chosen == expert).any(1)], slice(bounds[expert], bounds[expert + 1])
+        torch.testing.assert_close(rows[part], own, rtol=1e-4, atol=1e-4)
+        gate, up = (own @ experts.gate_up_proj[expert].t()).chunk(2, dim=1)
+        torch.testing.assert_close(inner[part], torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_with_few_tokens_are_rounded_and_named_and_the_others_keep_their_outputs_better(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1, "head_dim": 16}
+    peer = peer_model("qwen3_moe", **sizes)
+    with torch.no_grad():
+        # The inputs of the router are a norm's, so an expert that is against their mean has few tokens.
+        peer.model.embed_tokens.weight.add_(0.5)
+        peer.model.layers[0].mlp.gate.weight[4] = -0.5
+    peer.save_pretrained(tmp_path / "float")
+    before, tokens = load_model(tmp_path / "float", select("reference")), tokens_of()
+    rounded = quantize_folder(tmp_path / "float", tmp_path / "gptq", QuantizeOptions("gptq", group_size=32), select("reference"), tokens, lambda *at: None)
+    at = "model.layers.0.mlp.experts."
+    assert [name for name in rounded if f"{at}4." in name] == [f"{at}4.gate_proj", f"{at}4.up_proj", f"{at}4.down_proj"] and len(rounded) <= 6
+    stored = read_format(tmp_path / "gptq")
+    assert stored is not None
+    tensors = dict(read_tensors(tmp_path / "gptq"))
+    (chunk,) = calibration.chunks_of(before, tokens)
+    routed = calibration.routed_inputs(before, 0, chunk)
+    own = dict(to_huggingface(before))
+    for expert in range(6):
+        weight, hessian = own[f"{at}{expert}.up_proj.weight"], Hessian(64)
+        hessian.add(routed.rows[routed.bounds[expert] : routed.bounds[expert + 1]])
+        nearest = round_to_nearest(weight, Scheme("int4", 32, half_scales=True))
+        read = load.read_weight(f"{at}{expert}.up_proj", stored, tensors, (32, 64))
+        if f"{at}{expert}.up_proj" in rounded:
+            assert torch.equal(plain_weight(read), plain_weight(nearest))
+        else:
+            assert reconstruction_error(weight, read, hessian.mean()) < 0.8 * reconstruction_error(weight, nearest, hessian.mean())

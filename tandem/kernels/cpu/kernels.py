@@ -122,7 +122,7 @@ class CpuKernels:
         if isinstance(weight, PackedQuantized):
             return self._quantized.grouped_linear(dense(x), weight, bounds)
         if isinstance(weight, PackedParts):
-            return torch.cat([self._calls.grouped_linear(dense(x), part, bounds) for part in weight.parts], dim=1)
+            return torch.cat([self.grouped_linear_packed(x, part, bounds) for part in weight.parts], dim=1)
         return self._calls.grouped_linear(dense(x), weight, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:

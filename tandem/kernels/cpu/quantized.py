@@ -10,6 +10,7 @@ from tandem.kernels.quantized import (
     PackedQuantized,
     QuantizedWeight,
     check_integer_columns,
+    in_order_of_codes,
     keep_codes,
     plain_weight,
     round_inputs,
@@ -71,19 +72,27 @@ class QuantizedCalls:
             raise shape_error("grouped_linear x", x, f"[R, {weight.columns}]")
         if bounds.shape[0] != groups + 1 or int(bounds[-1]) != x.shape[0]:
             raise ValueError(f"grouped_linear bounds are {bounds.tolist()}; expected {groups + 1} numbers up to {x.shape[0]}")
-        assert weight.scales is not None and weight.inputs == "plain"
         out = x.new_empty(x.shape[0], weight.rows)
+        if weight.is_integer_product:
+            assert weight.scales is not None
+            self._c.int8_grouped_linear(
+                x.data_ptr(), weight.data.data_ptr(), weight.data.stride(0), weight.scales.data_ptr(), bounds.data_ptr(), groups, weight.rows,
+                weight.columns, out.data_ptr(),
+            )  # fmt: skip
+            return out
+        x = self._inputs(x, weight, bounds)
+        at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
+        strides = [0 if held is None else held[0].nbytes for held in (weight.scales, weight.zeros)]
         self._c.coded_grouped_linear(
-            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), weight.scales.data_ptr(),
-            weight.scales[0].nbytes, weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
+            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
+            weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
         )  # fmt: skip
         return out
 
-    def _inputs(self, x: Tensor, weight: PackedQuantized) -> Tensor:
+    def _inputs(self, x: Tensor, weight: PackedQuantized, bounds: Tensor | None = None) -> Tensor:
         if weight.inputs != "float8_e4m3":
-            return dense(round_inputs(x, weight))
-        if weight.order is not None:
-            x = x.index_select(1, weight.order)
+            return dense(round_inputs(x, weight, bounds))
+        x = dense(in_order_of_codes(x, weight, bounds))
         out = torch.empty_like(x)
         group = weight.input_group or x.shape[1]
         self._c.round_fp8(x.data_ptr(), *x.shape, group, out.data_ptr())

@@ -111,12 +111,14 @@ def _stacks_of(folder: Path) -> Stacks | ExpertStacks | None:
 def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of the folder that ``decoder`` holds, and those of layers that its model does not have, for which ``load_tensors`` refuses it, but for
     layers of multi-token prediction. Raises ``UserError`` as ``read_tensors``."""
+    return read_tensors(folder, wanted_of(folder, decoder), stacked=decoder.shapes.transformers is None)
+
+
+def wanted_of(folder: str | Path, decoder: Decoder) -> Callable[[str], bool]:
+    """Returns which tensors of the folder ``read_held`` yields."""
     further = read_json(Path(folder) / "config.json").get("num_nextn_predict_layers")
     layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
-
-    is_own = decoder.shapes.transformers is None
-    is_wanted = lambda name: not name.startswith(FURTHER_TOKENS) and (decoder.holds(name) or (layer_of(name) or 0) >= layers)
-    return read_tensors(folder, is_wanted, stacked=is_own)
+    return lambda name: not name.startswith(FURTHER_TOKENS) and (decoder.holds(name) or (layer_of(name) or 0) >= layers)
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes
 from tandem.model.family import family_named
-from tandem.model.huggingface.stacked_matrices import Part, Stacks
+from tandem.model.huggingface.stacked_matrices import Item, Part, Stacks
 from tandem.model.quantization.mxfp4 import decode
 from tandem.types import UserError
 
@@ -102,6 +102,11 @@ class ExpertStacks:
             return stack
 
         yield from self._joined(tensors, put)
+
+    def grouped(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, list[Item]]]:
+        """Yields ``items`` by their names: a quantized folder has the matrices of each expert apart."""
+        for name, item in items:
+            yield name, [item]
 
     def join_shapes(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Does ``join`` for names and shapes."""

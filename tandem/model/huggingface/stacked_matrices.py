@@ -61,15 +61,16 @@ class Stacks:
 
     def join(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields ``tensors`` by the names of a folder; the parts of a stack follow each other. One stack is in memory at a time."""
-        for name, parts in self._grouped(tensors):
+        for name, parts in self.grouped(tensors):
             yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def join_shapes(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Does ``join`` for names and shapes."""
-        for name, parts in self._grouped(shapes):
+        for name, parts in self.grouped(shapes):
             yield name, (sum(part[0] for part in parts), *parts[0][1:])
 
-    def _grouped(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, list[Item]]]:
+    def grouped(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, list[Item]]]:
+        """Yields ``items``, by names of ``layout.shapes``, by the names of a folder; the parts of a stack follow each other."""
         held: list[Item] = []
         for name, item in items:
             held.append(item)

@@ -1,9 +1,10 @@
 """AWQ: scales up the salient input channels before rounding, and folds the inverse into the preceding operation (Lin et al., 2023)."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.kernels.quantized import plain_weight
+from tandem.model.layer import factor_of_norm
 from tandem.model.quantization.scheme import Scheme, round_to_nearest
 
 GRID = 20
@@ -50,6 +51,18 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
             best_error = torch.where(better, error, best_error)
         parts.append(best)
     return torch.cat(parts, dim=1)
+
+
+def fold_into_norm(norm: nn.Parameter, scales: Tensor, from_one: bool, dtype: torch.dtype) -> Tensor:
+    """Divides what the norm with weights ``norm[H]`` multiplies with, the weights or 1 plus them if ``from_one``, by ``scales[H]``; returns the scales that
+    this amounts to once the weights are rounded to ``dtype``, in which they are stored. A channel whose scale that changes by a factor of 2, as may be near
+    a weight of -1, is left as it is, with the scale 1."""
+    factor = factor_of_norm(norm.detach(), from_one)
+    changed = (factor / scales - (1.0 if from_one else 0.0)).to(dtype).to(norm.dtype)
+    exact = factor / factor_of_norm(changed, from_one)
+    is_usable = (exact > scales / 2) & (exact < scales * 2)
+    norm.copy_(torch.where(is_usable, changed, norm))
+    return torch.where(is_usable, exact, 1.0)
 
 
 def sampled(x: Tensor) -> Tensor:

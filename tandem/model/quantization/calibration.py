@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import gate_of
+from tandem.kernels.api import Routing, gate_of
 from tandem.model.attention import attend, rotations
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.layer_pass import added, to_residual
 from tandem.model.layer_weights import with_factors
+from tandem.model.moe import gated, mixture
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
 from tandem.text.tokenizer import Tokenizer
@@ -106,11 +107,45 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     x, residual = (normed, x + residual) if step.parallel_blocks else added(kernels, x, residual, step.mlp_norm, eps, centred)
     if stage == GATE_UP:
         return x
-    x = gate_of(kernels, step.activation)(kernels.linear(x, step.gate_up, step.gate_up_bias))
+    inner = None if step.gate_up is None else gate_of(kernels, step.activation)(kernels.linear(x, step.gate_up, step.gate_up_bias))
     if stage == DOWN:
-        return x
-    x = kernels.linear(x, step.down, step.down_bias)
+        assert inner is not None, "the layer has a mixture without shared experts"
+        return inner
+    dense = None if inner is None else kernels.linear(inner, step.down, step.down_bias)
+    if step.experts is not None:
+        routed = mixture(kernels, step.experts, x)
+        x = routed if dense is None else routed + gated(kernels, step.experts, x, dense)
+    else:
+        assert dense is not None
+        x = dense
     return residual + (x if step.written is None else to_residual(kernels, x, step.written[1], eps, centred))
+
+
+class RoutedInputs(NamedTuple):
+    """What the experts of a layer read: ``rows[R, H]`` and, of ``down``, ``inner[R, F]``, those of expert e from ``bounds[e]`` to ``bounds[e + 1]``."""
+
+    rows: Tensor
+    inner: Tensor
+    bounds: list[int]
+
+
+@torch.no_grad()
+def routed_inputs(decoder: Decoder, index: int, chunk: Chunk) -> RoutedInputs:
+    """Returns the inputs of the experts of layer ``index``, each of the tokens that its router sends there."""
+    x, experts = inputs_of(decoder, index, GATE_UP, chunk), decoder._plain_steps()[index].experts
+    assert experts is not None
+    route, routings, inner = experts.route(decoder.kernels), list[Routing](), list[Tensor]()
+
+    def routed(logits: Tensor, each: int, normalised: bool) -> Routing:
+        routings.append(route(logits, each, normalised))
+        return routings[0]
+
+    def seen(rows: Tensor) -> Tensor:
+        inner.append(rows)
+        return rows
+
+    mixture(decoder.kernels, experts, x, before_down=seen, route=routed)
+    return RoutedInputs(x.index_select(0, routings[0].order // experts.num_experts_per_tok), inner[0], routings[0].bounds.tolist())
 
 
 @torch.no_grad()

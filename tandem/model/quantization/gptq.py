@@ -16,15 +16,15 @@ class Hessian:
 
     def __init__(self, columns: int) -> None:
         self._sum = torch.zeros(columns, columns)
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Adds the inputs ``x[T, K]``."""
         self._sum.addmm_(x.t(), x)
-        self._tokens += len(x)
+        self.tokens += len(x)
 
     def mean(self) -> Tensor:
-        return self._sum * (2.0 / max(1, self._tokens))
+        return self._sum * (2.0 / max(1, self.tokens))
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.01, act_order: bool = False) -> QuantizedWeight:

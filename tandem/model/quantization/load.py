@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
-from tandem.kernels.quantized import QuantizedWeight
-from tandem.layout.shapes import ModelShapes, matrix_name, parameters
-from tandem.layout.sharding import shard_slices
+from tandem.kernels.quantized import QuantizedWeight, plain_weight
+from tandem.layout.shapes import ModelShapes, linear_name, parameters
+from tandem.layout.sharding import is_held, shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface, wanted_of
+from tandem.model.huggingface.stacked_experts import stacks_of_folder
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization import bitsandbytes
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
 from tandem.model.quantization.checkpoint_tensors import Tensors, take
+from tandem.model.quantization.experts import expert_modules, store_experts
 from tandem.model.quantization.formats import CheckpointFormat
-from tandem.model.quantization.scheme import Scheme, Stored
+from tandem.model.quantization.scheme import Scheme, Stored, rows_of, split_rows
 from tandem.types import UserError
+
+_PARTS = ("qweight", "qzeros", "scales", "g_idx", "SCB")
+"""What the names of tensors end with that only a quantized module has, beside "weight_" and more, and of bitsandbytes "weight." and more."""
 
 
 def scheme_of(stored: CheckpointFormat) -> Scheme:
@@ -43,16 +48,15 @@ def load_quantized(
     """Returns the model of a quantized folder, or one rank's rows of it, packed. Raises ``UserError`` naming the tensor that is missing or
     wrong."""
     shapes = read_shapes(folder)
-    if shapes.experts is not None:
-        raise UserError(f"model '{folder}' is a quantized mixture of experts, which is not supported; use the float checkpoint")
     decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
     decoder.quantization = scheme_of(stored)
     try:
         tensors: Tensors = {}
-        for name, tensor in read_tensors(folder):
+        is_wanted = wanted_of(folder, decoder)
+        for name, tensor in read_tensors(folder, lambda name: is_wanted(name) and is_held(shapes, name, decoder.shard_spec), stacked=False):
             if name in tensors:
                 raise UserError(f"tensor '{name}' is given twice; a checkpoint must contain each tensor once")
-            tensors[name] = tensor.to(decoder.embed_tokens.device)
+            tensors[name] = tensor.to(decoder.device)
         _fill(decoder, stored, tensors)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
@@ -62,48 +66,62 @@ def load_quantized(
 
 def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
     """Returns every linear layer with the names of the modules whose rows it stacks."""
+    return [each for index in decoder.layer_numbers for each in projections_of(decoder, index)]
+
+
+def projections_of(decoder: Decoder, index: int) -> list[tuple[Linear, tuple[str, ...]]]:
+    """Does ``projections`` for layer ``index``, in the order of the forward pass."""
+    layer = decoder._layers()[decoder.layer_numbers.index(index)]
     return [
-        (linear, tuple(matrix_name(index, module) for module in stacked))
-        for index, layer in enumerate(decoder._layers())
+        (linear, tuple(linear_name(decoder.shapes, index, module) for module in stacked))
         for linear, stacked in zip(layer.linears(), layer.stacks(), strict=True)
     ]
 
 
 def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
-    wanted = dict(parameters(decoder.shapes))
+    wanted, stacks = dict(parameters(decoder.shapes)), stacks_of_folder(decoder.shapes)
     own = dict(to_huggingface(decoder))
-    quantised: dict[str, QuantizedWeight] = {}
-    for _, modules in projections(decoder):
-        for module in modules:
-            if not _is_plain(module, stored, tensors):
-                name = f"{module}.weight"
-                whole = read_weight(module, stored, tensors, tuple(wanted[name]))
-                quantised[module] = rows_of(whole, shard_slices(decoder.shapes, name, tuple(wanted[name]), decoder.shard_spec)[0])
+    modules = [module for _, each in projections(decoder) for module in each]
+    modules += [module for index in decoder.layer_numbers for each in expert_modules(decoder, index) for module in each]
+    in_folder = {name.removesuffix(".weight"): parts for name, parts in stacks.grouped((f"{module}.weight", module) for module in modules)}
+    quantized = quantized_modules(stored, tensors)
+    read: dict[str, QuantizedWeight] = {}
+    for module in in_folder.keys() & quantized:
+        names = [f"{part}.weight" for part in in_folder[module]]
+        rows = [wanted[name][0] for name in names]
+        whole = read_weight(module, stored, tensors, (sum(rows), wanted[names[0]][1]))
+        for part, name, weight in zip(in_folder[module], names, split_rows(whole, rows), strict=True):
+            read[part] = rows_of(weight, shard_slices(decoder.shapes, name, tuple(wanted[name]), decoder.shard_spec)[0])
+    tensors = dict(stacks.split(tensors.items()))
     for name, parameter in own.items():
-        if name.removesuffix(".weight") not in quantised:
+        if name.removesuffix(".weight") not in read:
             parameter.copy_(part_of(decoder, name, _plain(name, tensors, tuple(wanted[name]))))
-    for linear, modules in projections(decoder):
-        if any(module in quantised for module in modules):
-            parts: list[Stored] = [quantised.get(m) or own[f"{m}.weight"].clone() for m in modules]
-            linear.stored, linear.weight = tuple(parts), None
     _check_rest(decoder.shapes, tensors)
+    by_head = {id(layer.latent.kv_b_proj) for layer in decoder._layers() if layer.latent is not None}
+    for linear, each in projections(decoder):
+        assert linear.weight is not None
+        if not any(module in read for module in each):
+            if id(linear) not in by_head:
+                linear.stored, linear.weight = (linear.weight.detach(),), None
+        elif id(linear) in by_head:
+            # It is multiplied head by head, which no kernel does with codes.
+            linear.weight.copy_(plain_weight(read[each[0]]))
+        else:
+            parts: list[Stored] = [read[module] if module in read else own[f"{module}.weight"].clone() for module in each]
+            linear.stored, linear.weight = tuple(parts), None
+    store_experts(decoder, read)
 
 
-def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """Returns some rows of ``weight``; they quantize and multiply as within the whole, because scales and zeros are per row."""
-    return weight._replace(
-        codes=weight.codes[rows],
-        scales=None if weight.scales is None else weight.scales[rows],
-        zeros=None if weight.zeros is None else weight.zeros[rows],
-    )
-
-
-def _is_plain(module: str, stored: CheckpointFormat, tensors: Tensors) -> bool:
-    if stored.ignores(module):
-        return True
-    weight = tensors.get(f"{module}.weight")
-    is_float = weight is not None and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return is_float and not any(name.startswith(f"{module}.weight_") for name in tensors)
+def quantized_modules(stored: CheckpointFormat, tensors: Tensors) -> set[str]:
+    """Returns the modules that have other tensors than a plain weight and a bias, but those that the format ignores."""
+    plain, modules = (torch.float32, torch.float16, torch.bfloat16, torch.float64), set[str]()
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if ".weight." in name:
+            modules.add(name.partition(".weight.")[0])
+        elif kind in _PARTS or kind.startswith("weight_") or (kind == "weight" and tensor.dtype not in plain):
+            modules.add(module)
+    return {module for module in modules if not stored.ignores(module)}
 
 
 def _plain(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:

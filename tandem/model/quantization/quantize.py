@@ -2,33 +2,33 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
+from tandem.layout.shapes import parameters
 from tandem.model.decoder import Decoder
-from tandem.model.family import family_named
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggingface
 from tandem.model.huggingface.safetensors_file import write_file
+from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.quantization import calibration
-from tandem.model.quantization.awq import clip, sampled, search_scales
+from tandem.model.quantization.awq import clip, fold_into_norm, sampled, search_scales
+from tandem.model.quantization.experts import gptq_experts, round_experts
 from tandem.model.quantization.gptq import Hessian, gptq
-from tandem.model.quantization.load import projections
-from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, round_to_nearest
-from tandem.model.quantization.writing import Method, quantization_config, stored_tensors
+from tandem.model.quantization.load import projections_of
+from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, Stored, joined_rows, round_to_nearest, split_rows
+from tandem.model.quantization.writing import CALIBRATED, Method, cannot, left_plain, quantization_config, stored_tensors
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.types import RunError, UserError
 
 METHODS: tuple[Method, ...] = ("int8", "fp8", "rtn", "gptq", "awq")
-CALIBRATED = ("gptq", "awq")
 Progress = Callable[[int, int], None]
 
 
@@ -64,8 +64,9 @@ class QuantizeOptions:
 
 def quantize_folder(
     source: str | Path, target: str | Path, options: QuantizeOptions, kernels: Kernels, sequences: list[Tensor], progress: Progress
-) -> None:
-    """Writes ``target``, which loads in this engine and, if the format's package is installed, in transformers.
+) -> list[str]:
+    """Writes ``target``, which loads in this engine and, if the format's package is installed, in transformers. Returns the modules of experts that gptq
+    rounded to nearest, because too few calibration tokens were routed to them.
 
     ``sequences``: calibration tokens, for gptq and awq. ``progress`` is called with the finished and the total number of layers. The folder
     is written atomically: an interrupted run leaves ``.NAME.partial`` next to it, which the next run removes. Raises ``UserError`` before
@@ -78,30 +79,25 @@ def quantize_folder(
     if options.method in CALIBRATED and not sequences:
         raise UserError(f"--method {options.method} needs calibration text; give --calibration FILE")
     decoder = load_model(source, kernels)
-    if decoder.shapes.experts is not None:
-        raise UserError(f"'{source}' is a mixture of experts, which is not supported; only dense models can be quantized")
-    if family_named(decoder.shapes.architecture).stacked:
-        raise UserError(f"'{source}' is a {decoder.shapes.architecture} model, whose folder stacks matrices; quantize it when it is loaded (--quantization)")
-    if options.method == "awq" and decoder.shapes.post_norms:
-        raise UserError(f"'{source}' has norms after attention and MLP, which --method awq cannot fold its scales into; choose another method")
-    if options.method == "awq" and decoder.shapes.norms_from_one:
-        raise UserError(f"'{source}' has norms that multiply with 1 plus their weights, which --method awq cannot fold its scales into; choose another method")
+    if (reason := cannot(decoder.shapes, options.method)) is not None:
+        raise UserError(f"'{source}' has {reason}; choose another method")
     dtype = _dtype(source)
     partial = target.with_name(f".{target.name}.partial")
     try:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        quantized = _quantize(decoder, options, dtype, sequences, progress)
+        quantized, rounded = _quantize(decoder, options, dtype, sequences, progress)
         write_file(partial / WEIGHTS, _all_tensors(decoder, quantized, options.method, dtype))
         config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
-        config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping)
+        config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping, left_plain(decoder.shapes))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         write_manifest(partial)
         partial.rename(target)
+        return rounded
     except OSError as error:
         raise RunError(f"the quantized model cannot be saved to '{target}': {error}") from None
     finally:
@@ -116,29 +112,37 @@ def _dtype(source: Path) -> torch.dtype:
 
 def _all_tensors(decoder: Decoder, quantized: dict[str, QuantizedWeight], method: Method, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     tensors: list[tuple[str, Tensor]] = []
-    for name, tensor in to_huggingface(decoder):
-        module = name.removesuffix(".weight")
-        if module in quantized:
-            tensors += stored_tensors(method, module, quantized[module])
+    each: Iterator[tuple[str, Stored]] = ((name, quantized.get(name.removesuffix(".weight"), tensor)) for name, tensor in to_huggingface(decoder))
+    # A mixture whose folder stacks its experts is written with each of them apart, as the formats have them.
+    for name, parts in Stacks(decoder.shapes).grouped(each):
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        if plain:
+            tensors.append((name, torch.cat(plain).to(dtype) if len(plain) > 1 else plain[0].to(dtype)))
         else:
-            tensors.append((name, tensor.to(dtype)))
+            whole = joined_rows(parts)
+            assert whole is not None, "the parts of a stack are quantized together"
+            tensors += stored_tensors(method, name.removesuffix(".weight"), whole)
     return tensors
 
 
 @torch.no_grad()
 def _quantize(
     decoder: Decoder, options: QuantizeOptions, dtype: torch.dtype, sequences: list[Tensor], progress: Progress
-) -> dict[str, QuantizedWeight]:
-    """Returns the quantized weights by module. Replaces the decoder's own matrices by their dequantized values, so that every layer is
-    calibrated on the inputs it has at inference."""
-    scheme, layers = options.scheme(dtype), decoder.shapes.num_hidden_layers
+) -> tuple[dict[str, QuantizedWeight], list[str]]:
+    """Returns the quantized weights by module, and the modules of experts that ``gptq_experts`` rounded to nearest. If the method is calibrated, replaces the
+    decoder's own matrices by their dequantized values, so that every layer is calibrated on the inputs it has at inference."""
+    scheme, layers, plain = options.scheme(dtype), decoder.shapes.num_hidden_layers, left_plain(decoder.shapes)
     weights: dict[str, QuantizedWeight] = {}
-    chunks = list(calibration.chunks_of(decoder, sequences)) if options.method in CALIBRATED else []
-    groups = projections(decoder)
+    rounded: list[str] = []
+    rows = {parameter.name.removesuffix(".weight"): parameter.shape[0] for parameter in parameters(decoder.shapes)}
+    is_calibrated = options.method in CALIBRATED
+    chunks = list(calibration.chunks_of(decoder, sequences)) if is_calibrated else []
     for index in range(layers):
         if options.method == "awq":
-            _scale_layer(decoder, index, chunks, scheme)
-        for stage, (linear, modules) in enumerate(groups[4 * index : 4 * index + 4]):
+            _scale_layer(decoder, index, chunks, scheme, dtype)
+        for stage, (linear, modules) in enumerate(projections_of(decoder, index)):
+            if modules[0].endswith(plain):
+                continue
             assert linear.weight is not None
             weight = linear.weight.detach()
             if options.method == "gptq":
@@ -151,29 +155,18 @@ def _quantize(
                     # Queries and keys are not clipped, because attention exponentiates their product.
                     weight = clip(weight, _sample(decoder, index, stage, chunks), scheme)
                 quantised = round_to_nearest(weight, scheme)
-            linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
-            weights |= dict(zip(modules, _split(quantised, list(_rows(decoder, stage))), strict=True))
+            if is_calibrated:
+                linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
+            weights |= dict(zip(modules, split_rows(quantised, [rows[module] for module in modules]), strict=True))
+        if options.method == "gptq":
+            of_experts, few = gptq_experts(decoder, index, chunks, scheme, damping=options.damping, act_order=options.act_order)
+            weights |= of_experts
+            rounded += few
+        else:
+            weights |= round_experts(decoder, index, scheme)
         chunks = [c._replace(residual=calibration.inputs_of(decoder, index, calibration.END, c)) for c in chunks]
         progress(index + 1, layers)
-    return weights
-
-
-def _rows(decoder: Decoder, stage: int) -> tuple[int, ...]:
-    """Returns the output channels of each projection that a fused matrix stacks."""
-    shapes = decoder.shapes
-    return (
-        (shapes.query_rows, shapes.key_value_size, shapes.key_value_size),
-        (shapes.hidden_size,),
-        (shapes.intermediate_size, shapes.intermediate_size),
-        (shapes.hidden_size,),
-    )[stage]
-
-
-def _split(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
-    parts: list[list[Any]] = [
-        [None] * len(rows) if x is None else list(x.split(rows)) for x in (weight.codes, weight.scales, weight.zeros)
-    ]
-    return [weight._replace(codes=c, scales=s, zeros=z) for c, s, z in zip(*parts, strict=True)]
+    return weights, rounded
 
 
 def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.Chunk]) -> Tensor:
@@ -181,10 +174,10 @@ def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.C
     return sampled(torch.cat([sampled(calibration.inputs_of(decoder, index, stage, chunk)) for chunk in chunks]))
 
 
-def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme) -> None:
+def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme, dtype: torch.dtype) -> None:
     """Searches the scales of each linear layer's inputs and folds their inverse into the operation that computes the inputs: a norm, the
     rows of v, or the rows of up. With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not
-    scaled. Where attention and MLP read the same norm, their matrices share its scales."""
+    scaled. Where attention and MLP read the same norm, their matrices share its scales. ``dtype``: of the norms in the folder."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     down = layer.down_proj
     qkv, gate_up = layer.qkv_proj, layer.gate_up_proj
@@ -196,15 +189,14 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
             continue
         scaled = [each.weight for each in ((linear, gate_up) if stage == calibration.QKV and shapes.parallel_blocks else (linear,)) if each.weight is not None]
         scales = search_scales(torch.cat([weight.detach() for weight in scaled]), _sample(decoder, index, stage, chunks), scheme)
-        for weight in scaled:
-            weight.mul_(scales)
-        if stage == calibration.QKV:
-            layer.norms()["input_layernorm"].div_(scales)
-        elif stage == calibration.GATE_UP:
-            layer.norms()["post_attention_layernorm"].div_(scales)
+        if stage in (calibration.QKV, calibration.GATE_UP):
+            name = "input_layernorm" if stage == calibration.QKV else "pre_feedforward_layernorm" if shapes.post_norms else "post_attention_layernorm"
+            scales = fold_into_norm(layer.norms()[name], scales, shapes.norms_from_one, dtype)
         else:
             before = qkv if stage == calibration.OUTPUT else gate_up
             assert before.weight is not None
             before.weight[-len(scales) :].div_(scales.unsqueeze(1))
             if before.bias is not None:
                 before.bias[-len(scales) :].div_(scales)
+        for weight in scaled:
+            weight.mul_(scales)

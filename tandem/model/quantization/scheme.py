@@ -1,5 +1,7 @@
 """Quantization schemes of a weight: options, rounding to nearest, and packing for inference."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,20 +103,56 @@ def pack_weight(kernels: Kernels, weight: Tensor, scheme: Scheme | None) -> Any:
     return kernels.pack(weight) if scheme is None else kernels.pack_quantized(round_to_nearest(weight, scheme))
 
 
+def pack_groups(kernels: Kernels, weights: Tensor, scheme: Scheme | None) -> Any:
+    """Does ``pack_weight`` for the plain ``weights[G, N, K]`` of experts."""
+    return kernels.pack_groups(weights) if scheme is None else kernels.pack_quantized_groups([round_to_nearest(weight, scheme) for weight in weights])
+
+
 def pack_stored(kernels: Kernels, stored: tuple[Stored, ...]) -> Any:
     """Packs the stored projections of a fused matrix: as one weight if they are stored alike, else as parts."""
-    whole = [part for part in stored if isinstance(part, QuantizedWeight)]
-    if len(whole) == len(stored) and all(_is_alike(whole[0], part) for part in whole):
-        first = whole[0]
-        fused = first._replace(
-            codes=torch.cat([part.codes.view(torch.uint8) for part in whole]).view(first.codes.dtype) if first.kind == "float8_e4m3"
-            else torch.cat([part.codes for part in whole]),
-            scales=None if first.scales is None else torch.cat([part.scales for part in whole if part.scales is not None]),
-            zeros=None if first.zeros is None else torch.cat([part.zeros for part in whole if part.zeros is not None]),
-        )  # fmt: skip
+    fused = joined_rows(stored)
+    if fused is not None:
         return kernels.pack_quantized(fused)
     packed = [kernels.pack_quantized(p) if isinstance(p, QuantizedWeight) else kernels.pack(p) for p in stored]
     return packed[0] if len(packed) == 1 else PackedParts(tuple(packed))
+
+
+def pack_stored_groups(kernels: Kernels, stored: Sequence[tuple[QuantizedWeight, ...]]) -> Any:
+    """Packs the stored projections of a fused matrix of every expert: as one weight if those of each are stored alike, else as parts."""
+    fused = [joined_rows(parts) for parts in stored]
+    whole = [weight for weight in fused if weight is not None]
+    if len(whole) == len(fused):
+        return kernels.pack_quantized_groups(whole)
+    return PackedParts(tuple(kernels.pack_quantized_groups(parts) for parts in zip(*stored, strict=True)))
+
+
+def joined_rows(stored: Sequence[Stored]) -> QuantizedWeight | None:
+    """Returns weights one below the other as one; ``None`` if they are not all quantized in the same way."""
+    whole = [part for part in stored if isinstance(part, QuantizedWeight)]
+    if len(whole) < len(stored) or not all(_is_alike(whole[0], part) for part in whole):
+        return None
+    first = whole[0]
+    return first._replace(
+        codes=torch.cat([part.codes.view(torch.uint8) for part in whole]).view(first.codes.dtype) if first.kind == "float8_e4m3"
+        else torch.cat([part.codes for part in whole]),
+        scales=None if first.scales is None else torch.cat([part.scales for part in whole if part.scales is not None]),
+        zeros=None if first.zeros is None else torch.cat([part.zeros for part in whole if part.zeros is not None]),
+    )  # fmt: skip
+
+
+def split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:
+    """Returns the runs of ``rows`` of ``weight`` one by one."""
+    ends = list(itertools.accumulate(rows))
+    return [rows_of(weight, slice(end - count, end)) for count, end in zip(rows, ends, strict=True)]
+
+
+def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Returns some rows of ``weight``; they quantize and multiply as within the whole, because scales and zeros are per row."""
+    return weight._replace(
+        codes=weight.codes[rows],
+        scales=None if weight.scales is None else weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+    )
 
 
 def _is_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:

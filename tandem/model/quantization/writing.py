@@ -1,5 +1,6 @@
 """Writes quantized weights as the tensors and the ``quantization_config`` of existing checkpoint formats."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -7,9 +8,35 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.quantized import QuantizedWeight
+from tandem.layout.latent_attention import WITHIN_HEADS
+from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
+from tandem.layout.shapes import SHARED_GATE, ModelShapes
 from tandem.model.quantization.bits import AWQ_ORDER, pack_words
 
 Method = Literal["int8", "fp8", "rtn", "gptq", "awq"]
+CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
+
+
+def cannot(shapes: ModelShapes, method: Method) -> str | None:
+    """Returns what a model of ``shapes`` has that ``method`` cannot quantize, in words that follow "has"; ``None`` if it can."""
+    if method not in CALIBRATED:
+        return None
+    if shapes.latent is not None or shapes.linear_attention is not None:
+        return f"{'latent' if shapes.latent is not None else 'linear'} attention, whose inputs --method {method} does not calibrate on"
+    if method == "awq" and shapes.experts is not None:
+        return "a mixture of experts, whose inputs --method awq does not search scales for"
+    if method == "awq" and not shapes.pre_norms:
+        return "no norms before attention and MLP, into which --method awq folds its scales"
+    return None
+
+
+def left_plain(shapes: ModelShapes) -> tuple[str, ...]:
+    """Returns what the names of the layers' linear modules end with that stay as they are: routers, the gate of shared experts, the matrix that latent
+    attention multiplies head by head, and linear attention, as the recipes of llm-compressor leave them."""
+    experts = () if shapes.experts is None else (shapes.experts.names.router, *((SHARED_GATE.removesuffix(".weight"),) if shapes.experts.shared_gate else ()))
+    latent = () if shapes.latent is None else (f"self_attn.{WITHIN_HEADS}",)
+    linear = () if shapes.linear_attention is None else tuple(f"linear_attn.{name}" for name in (*PROJECTIONS, OUTPUT))
+    return (*experts, *latent, *linear)
 
 
 def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
@@ -43,8 +70,8 @@ def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iter
         yield f"{module}.g_idx", index
 
 
-def quantization_config(method: Method, group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
-    """Returns the ``quantization_config`` as the format's own tools write it."""
+def quantization_config(method: Method, group_size: int, act_order: bool, damping: float, plain: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the ``quantization_config`` as the format's own tools write it. ``plain``: see ``left_plain``."""
     size = group_size or -1
     if method == "awq":
         return {
@@ -55,6 +82,8 @@ def quantization_config(method: Method, group_size: int, act_order: bool, dampin
         return {
             "quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": act_order,
             "damp_percent": damping, "static_groups": False, "true_sequential": True, "lm_head": False,
+            # As GPTQModel names modules that it leaves as they are.
+            **({"dynamic": {f"-:.*{re.escape(name)}$": {} for name in plain}} if plain else {}),
         }  # fmt: skip
     kind = "float" if method == "fp8" else "int"
     grouped = method == "rtn" and group_size > 0
@@ -71,7 +100,8 @@ def quantization_config(method: Method, group_size: int, act_order: bool, dampin
         }  # fmt: skip
     layout = {"rtn": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}[method]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
+    ignored = [f"re:.*{re.escape(name)}$" for name in plain]
     return {
-        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head", *ignored],
         "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": None,
     }  # fmt: skip

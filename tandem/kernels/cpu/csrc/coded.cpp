@@ -357,13 +357,16 @@ int tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const u
   return or_out_of_memory([&] { product({x, kind, packed, scales, zeros, group, bias, m, n, k, out}); });
 }
 
-// out[bounds[g] : bounds[g + 1], n] = x[..., k] (decoded weight)[g][n, k]^T, with the codes of each weight `packed_stride` and its scales `scale_stride` bytes
-// behind those of the one before.
+// out[bounds[g] : bounds[g + 1], n] = x[..., k] (decoded weight)[g][n, k]^T, with the codes of each weight `packed_stride`, its scales `scale_stride` and its
+// zeros `zero_stride` bytes behind those of the one before.
 int tandem_coded_grouped_linear(const float* x, int kind, const uint8_t* packed, int64_t packed_stride, const uint8_t* scales, int64_t scale_stride,
-                                int64_t group, const int64_t* bounds, int64_t groups, int64_t n, int64_t k, float* out) {
+                                const uint8_t* zeros, int64_t zero_stride, int64_t group, const int64_t* bounds, int64_t groups, int64_t n, int64_t k,
+                                float* out) {
   return or_out_of_memory([&] {
     each_group(bounds, groups, n * k, [&](int64_t g, int64_t first, int64_t rows) {
-      product({x + first * k, kind, packed + g * packed_stride, scales + g * scale_stride, nullptr, group, nullptr, rows, n, k, out + first * n});
+      const float* zeros_of = zeros ? reinterpret_cast<const float*>(zeros + g * zero_stride) : nullptr;
+      product({x + first * k, kind, packed + g * packed_stride, scales ? scales + g * scale_stride : nullptr, zeros_of, group, nullptr, rows, n, k,
+               out + first * n});
     });
   });
 }

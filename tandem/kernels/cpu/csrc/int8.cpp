@@ -186,6 +186,39 @@ constexpr TileFunctions TILES;
 
 constexpr int64_t ROWS_AT_ONCE = 96;  // rows of codes that stay in the second-level cache beside a panel
 
+// out[m, n] = (codes of x . codes of the weight) (scale of the row x scale of the channel) + bias
+void product(const float* x, const uint8_t* packed, const float* scales, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
+  const int64_t deep = round_up(k, DEEP), panels = (n + PANEL - 1) / PANEL;
+  thread_local Scratch memory;
+  float* held = memory.floats(m * deep / 4 + 2 * m);
+  const Inputs inputs = {reinterpret_cast<int8_t*>(held + 2 * m), held, reinterpret_cast<int32_t*>(held + m)};
+  // A weight of one row is read from memory once, whatever the arithmetic costs.
+  const int threads = threads_for(m * n * k / 4 + n * k);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m > 1)
+  for (int64_t row = 0; row < m; ++row)
+    round_row(x + row * k, k, deep, inputs.codes + row * deep, inputs.scales + row, inputs.sums + row);
+  const int64_t chunks = (m + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t task = 0; task < chunks * panels; ++task) {
+    const int64_t chunk = task / panels, panel = task % panels, first = panel * PANEL;
+    const int64_t end = std::min(m, (chunk + 1) * ROWS_AT_ONCE);
+    Tile t;
+    t.deep = deep;
+    t.right = packed + first * deep;
+    t.column_scales = scales + first;
+    t.bias = bias ? bias + first : nullptr;
+    t.out_stride = n;
+    t.columns = n - first;
+    for (int64_t row = chunk * ROWS_AT_ONCE; row < end; row += MOST_ROWS) {
+      t.left = inputs.codes + row * deep;
+      t.row_scales = inputs.scales + row;
+      t.row_sums = inputs.sums + row;
+      t.out = out + row * n + first;
+      TILES.of[std::min<int64_t>(MOST_ROWS, end - row)](t);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -204,39 +237,18 @@ void tandem_int8_pack(const int8_t* codes, int64_t n, int64_t k, uint8_t* packed
   }
 }
 
-// out[m, n] = (codes of x . codes of the weight) (scale of the row x scale of the channel) + bias
 int tandem_int8_linear(const float* x, const uint8_t* packed, const float* scales, const float* bias, int64_t m, int64_t n, int64_t k,
                        float* out) {
+  return or_out_of_memory([&] { product(x, packed, scales, bias, m, n, k, out); });
+}
+
+// out[bounds[g] : bounds[g + 1], n]: the product with the weight of group g, whose codes are `packed_stride` bytes behind those of the one before.
+int tandem_int8_grouped_linear(const float* x, const uint8_t* packed, int64_t packed_stride, const float* scales, const int64_t* bounds, int64_t groups,
+                               int64_t n, int64_t k, float* out) {
   return or_out_of_memory([&] {
-    const int64_t deep = round_up(k, DEEP), panels = (n + PANEL - 1) / PANEL;
-    thread_local Scratch memory;
-    float* held = memory.floats(m * deep / 4 + 2 * m);
-    const Inputs inputs = {reinterpret_cast<int8_t*>(held + 2 * m), held, reinterpret_cast<int32_t*>(held + m)};
-    // A weight of one row is read from memory once, whatever the arithmetic costs.
-    const int threads = threads_for(m * n * k / 4 + n * k);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m > 1)
-    for (int64_t row = 0; row < m; ++row)
-      round_row(x + row * k, k, deep, inputs.codes + row * deep, inputs.scales + row, inputs.sums + row);
-    const int64_t chunks = (m + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t task = 0; task < chunks * panels; ++task) {
-      const int64_t chunk = task / panels, panel = task % panels, first = panel * PANEL;
-      const int64_t end = std::min(m, (chunk + 1) * ROWS_AT_ONCE);
-      Tile t;
-      t.deep = deep;
-      t.right = packed + first * deep;
-      t.column_scales = scales + first;
-      t.bias = bias ? bias + first : nullptr;
-      t.out_stride = n;
-      t.columns = n - first;
-      for (int64_t row = chunk * ROWS_AT_ONCE; row < end; row += MOST_ROWS) {
-        t.left = inputs.codes + row * deep;
-        t.row_scales = inputs.scales + row;
-        t.row_sums = inputs.sums + row;
-        t.out = out + row * n + first;
-        TILES.of[std::min<int64_t>(MOST_ROWS, end - row)](t);
-      }
-    }
+    each_group(bounds, groups, n * k / 4 + n, [&](int64_t g, int64_t first, int64_t rows) {
+      product(x + first * k, packed + g * packed_stride, scales + g * n, nullptr, rows, n, k, out + first * n);
+    });
   });
 }
 
