@@ -264,18 +264,15 @@ def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) 
 
 @pytest.mark.full
 def test_a_draft_head_of_another_model_is_refused_by_a_dry_run_and_before_weights_are_read(command, recipe, model, tmp_path) -> None:
-    for name, hidden in (("fits", 0), ("other", 8)):
-        shapes = eagle3_shapes(target := read_shapes(model), target.vocab_size)
-        layer = replace(shapes.layer, hidden_size=hidden or shapes.layer.hidden_size)
-        head = Eagle3Head(replace(shapes, layer=layer), ReferenceKernels())
-        initialise_eagle3(head, 0)
-        save_eagle3(head, tmp_path / name)
+    shapes = eagle3_shapes(target := read_shapes(model), target.vocab_size)
+    head = Eagle3Head(replace(shapes, layer=replace(shapes.layer, hidden_size=8)), ReferenceKernels())
+    initialise_eagle3(head, 0)
+    save_eagle3(head, tmp_path / "other")
     asked = ("train", recipe, *NO_MODEL, f"--model.path={model}", "--dry-run")
-    option = lambda name: f"--rollout.engine.speculative_config={{method: eagle3, model: {tmp_path / name}}}"
+    option = f"--rollout.engine.speculative_config={{method: eagle3, model: {tmp_path / 'other'}}}"
     says = f"draft head '{tmp_path / 'other'}' has hidden_size 8 and the model {target.hidden_size}; name a head that was trained for this model"
-    assert command(*asked, option("other")).refusal() == says
+    assert command(*asked, option).refusal() == says
     assert "no layer of multi-token" in command(*asked, "--rollout.engine.speculative_config={method: mtp}").refusal()
-    assert command(*asked, option("fits")).code == 0
     # A folder without weights.
     (tmp_path / "bare").mkdir()
     shutil.copy(model / "config.json", tmp_path / "bare")
