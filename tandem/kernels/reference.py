@@ -35,6 +35,7 @@ from tandem.kernels.reference_attention import attend, gather
 from tandem.kernels.reference_bf16 import Bf16Linear, whole_logprobs
 from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
+from tandem.kernels.softmax import softmax
 from tandem.layout.shapes import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 GELU_SLOPE = math.sqrt(2 / math.pi)
@@ -72,7 +73,7 @@ class ReferenceKernels(PlainPacking):
         return torch.cat(parts) if parts else self.linear(x, weight[0], None)
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-        probabilities = logits.to(compute_dtype(logits.dtype)).softmax(-1)
+        probabilities = softmax(logits.to(compute_dtype(logits.dtype)))
         gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
         gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
         if normalised:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import whole_precision
+from tandem.kernels.softmax import softmax
 from tandem.layout.pipeline_stages import whole
 from tandem.layout.sharding import WHOLE
 from tandem.model.attention import AttentionLayer, PackedContext, Rotation, attend_packed
@@ -140,7 +141,7 @@ class _TestTimeAttention:
             keys, values = ([each[first:last, head] for each in every] for every in (self._keys, self._values))
             scores = _product(products, own.reshape(-1, size), keys[0]).view(count, groups, count).masked_fill(later.unsqueeze(1), float("-inf"))
             drafted = [(own * key.unsqueeze(1)).sum(2, keepdim=True) for key in keys[1:]]
-            shares = _softmax(torch.cat((scores, *drafted), dim=2) * layer.scale)
+            shares = softmax(torch.cat((scores, *drafted), dim=2) * layer.scale)
             mixed = _product(products, shares[..., :count].reshape(-1, count), values[0].t()).view(count, groups, size)
             for place, value in enumerate(values[1:], count):
                 mixed = mixed + shares[..., place : place + 1] * value.unsqueeze(1)
@@ -150,9 +151,3 @@ class _TestTimeAttention:
 
 def _product(kernels: Kernels, x: Tensor, weight: Tensor) -> Any:
     return kernels.linear(x.contiguous(), weight.contiguous(), None)
-
-
-def _softmax(x: Tensor) -> Tensor:
-    """Returns the softmax over the last dimension. The bits of the gradient of torch's own depend on the number of threads."""
-    shares = (x - x.detach().amax(-1, keepdim=True)).exp()
-    return shares / shares.sum(-1, keepdim=True)

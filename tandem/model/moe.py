@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, Routing, gate_of, sum_in_order
 from tandem.kernels.mixed import whole_precision
+from tandem.kernels.softmax import softmax
 from tandem.layout.shapes import Activation, ExpertShapes
 from tandem.model.attention import logistic
 from tandem.model.parallel.expert_parallel import on_their_ranks
@@ -212,7 +213,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: in
     """Returns the loss of equations 4 to 6 of Switch Transformers (Fedus et al., 2021) over the layers' ``router_logits[T, E]``, extended
     to several experts per token: E times the sum over experts of the share of tokens of an expert times its mean probability. Equals
     ``num_experts_per_tok`` for an even load; only the probabilities carry gradient."""
-    probabilities = torch.cat([logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) for logits in router_logits])
+    probabilities = torch.cat([softmax(wide(logits)) for logits in router_logits])
     num_experts = probabilities.shape[1]
     experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_tok]
     share = torch.bincount(experts.reshape(-1), minlength=num_experts) / len(probabilities)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Routing
+from tandem.kernels.softmax import softmax
 from tandem.model.routing import Route, routed_to
 from tandem.runtime.collectives.communicator import Communicator
 
@@ -86,7 +87,7 @@ class RouterBalance:
     def _balance(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Returns this rank's share of the loss of one layer: E times the sum over experts of (share of the tokens) times (sum of
         probabilities)."""
-        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        probabilities = softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         every = torch.cat((counts, counts.new_tensor([len(logits)])))
         every = self.ranks.all_reduce(every, "tokens of each expert in a micro-batch")
         shares = every[:-1] / every[-1:].clamp_min(1)
@@ -105,7 +106,7 @@ class RouterBalance:
 
 def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> Routing:
     """Does ``Kernels.route`` with the experts of the largest probability plus ``bias[E]``; the gates are probabilities without the bias."""
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    probabilities = softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     wanted = probabilities.detach() + bias.to(probabilities)
     return routed_to(logits, wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each], normalised)
 

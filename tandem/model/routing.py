@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Routing, sum_in_order
+from tandem.kernels.softmax import softmax
 from tandem.layout.shapes import SigmoidRouting, SoftmaxRouting
 
 Route = Callable[[Tensor, int, bool], Routing]
@@ -25,7 +26,7 @@ class Selection(NamedTuple):
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the scores [T, E] of ``logits[T, E]``, in at least fp32."""
         if isinstance(self.routing, SoftmaxRouting):
-            return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+            return softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous().clamp_min(-80.0)
         return 1.0 / (1.0 + torch.exp(-wide))
@@ -66,7 +67,7 @@ def routed_to(logits: Tensor, experts: Tensor, normalised: bool, selection: Sele
     """Routes T tokens to ``experts[T, k]`` int64, with the gates that ``Kernels.route`` gives them: their probabilities under ``softmax(logits[T, E])``, in at
     least fp32, or their scores of ``selection``, divided by their sum if ``normalised``. Gradients go to all logits, as they do for the largest."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    probabilities = logits.to(wide).softmax(-1) if selection is None else selection.scores(logits)
+    probabilities = softmax(logits.to(wide)) if selection is None else selection.scores(logits)
     gates = probabilities.gather(1, experts)
     if normalised:
         total = sum_in_order(gates.unbind(1)).unsqueeze(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.kernels import Kernels
 from tandem.kernels.reference import ReferenceKernels
+from tandem.kernels.softmax import softmax
 
 Outputs = Tensor | Sequence[Tensor]
 
@@ -74,6 +75,24 @@ def test_route(kernels: Kernels, experts: int, each: int, normalised: bool) -> N
     else:
         check(lambda x: kernels.route(x, each, normalised).gates, exact, logits)
     assert torch.equal(kernels.route(logits.detach(), each, normalised).experts, logits.topk(each).indices)
+
+
+@pytest.mark.parametrize("experts", [60, 61, 128])
+def test_the_gradient_of_the_softmax_has_the_same_bits_for_any_number_of_threads(experts: int) -> None:
+    logits, weight = torch.randn(3000, experts), torch.randn(3000, experts)
+
+    def gradient(function: Callable[[Tensor], Tensor], x: Tensor, threads: int) -> Tensor:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad((function(x) * weight.to(x)).sum(), x)[0]
+        finally:
+            torch.set_num_threads(before)
+
+    alone = gradient(softmax, logits, 1)
+    assert all(torch.equal(alone, gradient(softmax, logits, threads)) for threads in (2, 3))
+    torch.testing.assert_close(alone.double(), gradient(lambda x: x.softmax(-1), logits.double(), 1), rtol=0, atol=1e-6)
 
 
 def test_linear_over_several_slabs_of_the_sum(kernels: Kernels) -> None:
