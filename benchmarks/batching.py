@@ -23,7 +23,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 

@@ -21,7 +21,8 @@ from machine import machine, write_report
 from options import parser
 
 from tandem.config.coordination import CoordinationConfig
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.runtime.coordination.election import LEADER, campaign
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session

@@ -7,7 +7,8 @@ from pathlib import Path
 from machine import HERE
 
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise

@@ -58,7 +58,7 @@ from policy_ranks import EACH_ONE, Policy, train_policy
 from policy_ranks import gather_shards as whole_tensors
 from ranks import Ranks, small_pieces
 
-from tandem.layout.shapes import parameters
+from tandem.layout.parameters import parameters
 from tandem.layout.sharding import shard_slices
 
 PIPELINE_BINS = ((0, 3), (1, 6), (4, 5, 2))

@@ -18,7 +18,7 @@ from machine import machine, write_report
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.model.moe import Experts, mixture
 
 SHAPES = [(128, ExpertShapes(8, 2, 256)), (512, ExpertShapes(32, 4, 512)), (1024, ExpertShapes(64, 8, 384))]

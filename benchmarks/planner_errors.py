@@ -30,9 +30,10 @@ from tandem.estimate.training.efficiency import FITTED, Efficiency
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
 from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.flops import step_flops
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 
 FOLDER = Path(__file__).parent
 HELD_OUT = ("planner-held-out.csv", "planner-held-out-second.csv")

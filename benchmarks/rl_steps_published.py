@@ -35,8 +35,9 @@ from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.planner.layouts import with_stages
 
 SOURCES = {

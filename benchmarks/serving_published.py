@@ -19,7 +19,8 @@ from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import predict_prefill
 from tandem.estimate.serving.throughput import predict_batch_seconds, predict_offline_seconds
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 
 SOURCES = {
     "trtllm-1.0": ("TensorRT-LLM 1.0, FP8 weights and cache", "https://github.com/NVIDIA/TensorRT-LLM/blob/v1.0.0/docs/source/performance/perf-overview.md"),

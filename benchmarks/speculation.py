@@ -27,7 +27,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.eagle3_draft import load_eagle3_draft
 from tandem.engine.spec_decode.state_proposer import DraftHead
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.model.decoder import Decoder
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,8 @@ from machine import machine, write_report
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise

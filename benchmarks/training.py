@@ -21,7 +21,8 @@ from machine import HERE, Driven, best_and_median, machine, peer_python, write_r
 from options import parser as shared_parser
 
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise

@@ -36,7 +36,8 @@ from tandem.kernels import select
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.flops import step_flops
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import config_json, to_huggingface
 from tandem.trainer.losses.aggregate import counts_of

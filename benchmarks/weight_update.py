@@ -30,7 +30,8 @@ from options import parser as shared_parser
 
 from tandem.kernels import select
 from tandem.kernels.cpu.kernels import CpuKernels
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.runtime.collectives.communicator import Communicator, connect
 from tandem.runtime.coordination.embedded import EmbeddedStore

@@ -27,7 +27,8 @@ from weight_update import MODELS, PlainCopy, shards_of, train
 
 from tandem.kernels import select
 from tandem.kernels.cpu.kernels import CpuKernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.decoder import Decoder

@@ -30,7 +30,8 @@ from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import predict_rank_memory
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.process.processes import peak_memory_of

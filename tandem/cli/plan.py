@@ -308,7 +308,8 @@ def model_of(options: argparse.Namespace) -> "tuple[ModelShapes, dict[str, Any]]
 
 
 def _shapes(options: argparse.Namespace) -> "ModelShapes":
-    from tandem.layout.shapes import ExpertShapes, ModelShapes
+    from tandem.layout.expert_shapes import ExpertShapes
+    from tandem.layout.shapes import ModelShapes
 
     for name in ("hidden", "layers", "heads", "vocab"):
         if getattr(options, name) is None:

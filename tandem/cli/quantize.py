@@ -99,7 +99,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
 
     from tandem.engine.llm import LLM
     from tandem.engine.sample.sampling_params import SamplingParams
-    from tandem.layout.shapes import parameters
+    from tandem.layout.parameters import parameters
     from tandem.model.huggingface.model_folder import read_tensors
     from tandem.model.quantization.calibration import perplexity
     from tandem.model.quantization.load import held_bytes

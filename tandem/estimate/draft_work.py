@@ -4,7 +4,8 @@ from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.estimate.time import Product, Work, elementwise_bytes, training_work
 from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.eagle3 import AUX_LAYERS
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 FORWARD_PASSES = 3
 """Of a forward and a backward pass."""

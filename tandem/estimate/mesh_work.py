@@ -7,7 +7,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.estimate.rl_work import forward_and_backward
 from tandem.estimate.time import Product, Work, elementwise_bytes, training_work
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_shapes
 
 LOGIT_BYTES = 88

@@ -3,7 +3,9 @@
 import math
 from typing import Literal
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes, is_of_adapter, linear_matrices, parameter_count
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import is_of_adapter, linear_matrices, parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype

@@ -22,7 +22,8 @@ from tandem.estimate.serving.played import PlayedRequest, StepTable, play
 from tandem.estimate.serving.throughput import written_tokens
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
 
 MOST_SEQUENCES = 200_000

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from tandem.estimate.model_bytes import DTYPE_BYTES, kv_bytes_per_token, state_bytes
 from tandem.estimate.training.memory_bound import GATED, layer_bytes
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 ELEMENT_BYTES = 2
 """Of the elements that ``memory_bound.layer_bytes`` counts."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.backends.megatron.dist_process import Task, run_task
-from tandem.layout.shapes import ModelShapes, is_of_adapter, parameters
+from tandem.layout.parameters import is_of_adapter, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
 from tandem.model.huggingface.model_folder import read_tensors

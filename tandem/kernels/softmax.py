@@ -18,11 +18,12 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (shares,) = ctx.saved_tensors
+        shares: Tensor = ctx.saved_tensors[0]
         weighted = grad * shares
         return weighted - shares * weighted.sum(-1, keepdim=True)
 
 
 def softmax(x: Tensor) -> Tensor:
     """Returns torch's softmax over the last dimension."""
-    return _Softmax.apply(x)
+    shares: Tensor = _Softmax.apply(x)
+    return shares

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tandem.layout.shapes import ModelShapes, Parameter, RopeScaling, parameters
+from tandem.layout.parameters import Parameter, parameters
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes
 
 EMBEDDING = "embed_tokens.weight"
 """The head's own table, which is never trained."""

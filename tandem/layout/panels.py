@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.layout.shapes import STANDARD_NAMES, ExpertNames
+from tandem.layout.expert_shapes import STANDARD_NAMES, ExpertNames
 from tandem.layout.shard_offsets import ShardOffsets
 
 PANEL_ROWS = 64

@@ -5,48 +5,16 @@ count it, and the families in ``tandem.model.families`` translate it from and to
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from tandem.config.lora import ATTENTION_MODULES, LATENT_MODULES, LINEAR_ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
-from tandem.layout.latent_attention import WITHIN_HEADS, AttentionMatrix, LatentAttention
+from tandem.config.lora import ATTENTION_MODULES, LINEAR_ATTENTION_MODULES, MLP_MODULES, LoraConfig
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.latent_attention import AttentionMatrix, LatentAttention
 from tandem.layout.linear_attention import LinearAttention
+from tandem.layout.rotary import NO_SCALING, RopeScaling, Rotary
 from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """The scaling of rotary frequencies. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
-
-    ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
-    ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
-    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given). ``longrope``: ``original_max_position_embeddings``, ``attention_factor`` (``None``:
-    of ``factor``), and the divisors of each pair's frequency, ``short_factors`` in runs of up to that many tokens and ``long_factors`` in longer ones.
-    """
-
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-
-class Rotary(NamedTuple):
-    """A rotary embedding."""
-
-    theta: float
-    scaling: RopeScaling
-
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 """The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh. The third, which has no name there, is that of
@@ -69,73 +37,6 @@ class Multipliers:
 ValueHead = Literal["none", "sequence", "token"]
 """The head that gives one number for a hidden state, as in transformers: that of sequence classification (``score.weight``, which reads the last
 token's state) or of token classification (with ``score.bias``)."""
-
-
-class ExpertNames(NamedTuple):
-    """Names of a layer's router and expert matrices in the Hugging Face folder, after ``model.layers.N.``. Those of an expert contain
-    ``.experts.{}.`` for its index; ``shared`` is what those of the shared experts begin with."""
-
-    router: str = "mlp.gate"
-    gate: str = "mlp.experts.{}.gate_proj"
-    up: str = "mlp.experts.{}.up_proj"
-    down: str = "mlp.experts.{}.down_proj"
-    shared: str = "mlp.shared_experts"
-
-
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-"""The name of a router's bias, after ``model.layers.N.``."""
-SHARED_GATE = "mlp.shared_expert_gate.weight"
-"""The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
-SINKS = "self_attn.sinks"
-"""The name of a layer's attention sinks, after ``model.layers.N.``."""
-STANDARD_NAMES = ExpertNames()
-"""The names in Qwen's and most other families."""
-
-
-class SigmoidRouting(NamedTuple):
-    """The routing of DeepSeek-V3 (DeepSeek-AI, 2024, section 2.1.2): an expert's score is the sigmoid of its logit, and the experts are chosen by score plus a
-    bias that has no gradient, from the ``groups_per_tok`` of ``groups`` whose two best sum to the most. Gates are the scores, times ``scaling``."""
-
-    groups: int = 1
-    groups_per_tok: int = 1
-    scaling: float = 1.0
-
-
-class SoftmaxRouting(NamedTuple):
-    """The routing of DeepSeek-V2 (DeepSeek-AI, 2024, section 2.2.2): the experts of the largest probabilities from the ``groups_per_tok`` of ``groups`` with
-    the largest ones. Gates are the probabilities, times ``scaling``."""
-
-    groups: int = 1
-    groups_per_tok: int = 1
-    scaling: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertShapes:
-    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token is routed to ``num_experts_per_tok``.
-
-    ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
-    ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
-    visits (0: none), with a gate, a sigmoid, if ``shared_gate``. ``sigmoid``, ``softmax``: how experts are chosen (both ``None``: those of the largest
-    probabilities). ``biased``: the router and the experts' matrices have biases.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    normalised: bool = True
-    dense_layers: tuple[int, ...] = ()
-    names: ExpertNames = STANDARD_NAMES
-    shared_intermediate_size: int = 0
-    shared_gate: bool = False
-    sigmoid: SigmoidRouting | None = None
-    biased: bool = False
-    softmax: SoftmaxRouting | None = None
-
-    @property
-    def visited_size(self) -> int:
-        """The inner size of all experts that a token visits, shared ones among them."""
-        return self.num_experts_per_tok * self.intermediate_size + self.shared_intermediate_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +76,7 @@ class ModelShapes:
     tie_word_embeddings: bool
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = NO_SCALING
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -250,7 +151,7 @@ class ModelShapes:
         if self.linear_attention is not None:
             self._check_linear_attention(self.linear_attention)
         if self.experts is not None:
-            self._check_experts(self.experts)
+            self.experts.check(self.num_hidden_layers)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
             own = "q, k, v and o_proj" if self._adaptable == ATTENTION_MODULES else " and ".join(self._adaptable)
             raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to {own} only")
@@ -269,33 +170,6 @@ class ModelShapes:
             raise ValueError(
                 f"model linear attention's layers are {list(linear.layers)}; they must be some of 0 to {self.num_hidden_layers - 1}, ascending, and leave "
                 "one to softmax attention"
-            )
-
-    def _check_experts(self, experts: ExpertShapes) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
-            if getattr(experts, name) < 1:
-                raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
-        if experts.shared_intermediate_size < 0:
-            raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
-        if (routing := experts.sigmoid or experts.softmax) is not None:
-            size = experts.num_experts // max(1, routing.groups)
-            # Groups are chosen by their two best sigmoid scores.
-            least, words = (2, "two or more") if experts.sigmoid is not None else (1, "one or more")
-            if routing.groups < 1 or experts.num_experts % routing.groups or size < least:
-                raise ValueError(f"model experts' groups {routing.groups} do not divide its {experts.num_experts} experts into {words} each")
-            if not 1 <= routing.groups_per_tok <= routing.groups or routing.groups_per_tok * size < experts.num_experts_per_tok:
-                raise ValueError(
-                    f"model experts' groups_per_tok {routing.groups_per_tok} of {routing.groups} groups of {size} have no {experts.num_experts_per_tok} experts"
-                )
-        if experts.num_experts_per_tok > experts.num_experts:
-            raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
-        for name in (experts.names.gate, experts.names.up, experts.names.down):
-            if name.count(".experts.{}.") != 1:
-                raise ValueError(f"model experts' name '{name}' must contain '.experts.{{}}.' once")
-        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_hidden_layers))):
-            raise ValueError(
-                f"model experts' dense_layers are {list(experts.dense_layers)}; "
-                f"they must be layers from 0 to {self.num_hidden_layers - 1}, ascending"
             )
 
     def experts_of(self, layer: int) -> ExpertShapes | None:
@@ -486,7 +360,6 @@ class ModelShapes:
         return self.attention_matrices if linear is None else linear.matrices(self.hidden_size)
 
 
-_OF_ATTENTION = (*ATTENTION_MODULES, *LATENT_MODULES)
 MOST_TENSORS = 2**20
 """A safetensors file names its tensors in a header of at most 100 MB, with about 100 bytes for each."""
 
@@ -499,163 +372,6 @@ def check_tensor_count(num_hidden_layers: int, num_experts: int) -> None:
         raise ValueError(
             f"model num_hidden_layers is {num_hidden_layers}{experts}: {tensors:,} tensors, more than the {MOST_TENSORS:,} that a file of weights can name"
         )
-
-
-class Parameter(NamedTuple):
-    """A parameter by its Hugging Face name and shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-
-def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
-    own = shapes.own_parameters if shapes.transformers is None else shapes.transformers.parameters
-    if own:
-        yield from (Parameter(name, shape) for name, shape in own)
-        return
-    hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
-    for layer in range(shapes.num_hidden_layers):
-        at, linear = f"model.layers.{layer}.", shapes.linear_attention_of(layer)
-        if linear is None:
-            yield from _attention_parameters(shapes, at, hidden)
-        else:
-            yield from _linear_attention_parameters(shapes, linear, at, hidden)
-        experts = shapes.experts_of(layer)
-        if experts is not None:
-            yield from _expert_parameters(experts, at, hidden)
-        else:
-            gate = (("gate_proj", inner, hidden),) if shapes.gated_mlp else ()
-            for name, rows, columns in (*gate, ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-                yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
-                if shapes.mlp_bias:
-                    yield Parameter(f"{at}mlp.{name}.bias", (rows,))
-                yield from _adapter_parameters(shapes, f"{at}mlp.{name}", rows, columns)
-        for name in shapes.layer_norms:
-            yield Parameter(f"{at}{name}.weight", (hidden,))
-    yield Parameter("model.norm.weight", (hidden,))
-    if shapes.language_head and not shapes.tie_word_embeddings:
-        yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
-    if shapes.value_head != "none":
-        yield Parameter("score.weight", (shapes.num_labels, hidden))
-    if shapes.value_head == "token":
-        yield Parameter("score.bias", (shapes.num_labels,))
-
-
-def trained_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Yields those of ``parameters`` that training changes, which checkpoints hold: all, or with an adapter only the adapter's."""
-    return (p for p in parameters(shapes) if shapes.lora is None or is_of_adapter(p.name))
-
-
-def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Yields those of ``trained_parameters`` that engines receive: without a value head beside the language-model head, which is the trainer's alone."""
-    return trained_parameters(replace(shapes.exported, lora=shapes.lora))
-
-
-def matrix_name(layer: int, module: str) -> str:
-    """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
-    kind = "self_attn" if module in _OF_ATTENTION else "linear_attn" if module in LINEAR_ATTENTION_MODULES else "mlp"
-    return f"model.layers.{layer}.{kind}.{module}"
-
-
-def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
-    """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
-    experts = shapes.experts_of(layer)
-    if experts is None or module in (*_OF_ATTENTION, *LINEAR_ATTENTION_MODULES):
-        return matrix_name(layer, module)
-    return f"model.layers.{layer}.{experts.names.shared}.{module}"
-
-
-def linear_matrices(shapes: ModelShapes) -> set[str]:
-    """Returns the names, without ``.weight``, of the layers' matrices that may be quantized, those of layers of all kinds; experts have none but the shared
-    ones, nor has the one that latent attention multiplies head by head."""
-    modules = (*(name for name in LATENT_MODULES if name != WITHIN_HEADS), *LINEAR_ATTENTION_MODULES, *LINEAR_MODULES)
-    return {linear_name(shapes, layer, module) for layer in range(shapes.num_hidden_layers) for module in modules}
-
-
-def is_of_adapter(name: str) -> bool:
-    """Returns whether ``name`` is a parameter of a low-rank adapter."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))
-
-
-def _adapter_parameters(shapes: ModelShapes, matrix: str, rows: int, columns: int) -> Iterator[Parameter]:
-    rank = shapes.adapter_rank(matrix.rpartition(".")[2])
-    if rank:
-        yield Parameter(f"{matrix}.lora_A.weight", (rank, columns))
-        yield Parameter(f"{matrix}.lora_B.weight", (rows, rank))
-
-
-def _attention_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterator[Parameter]:
-    if shapes.latent is None:
-        yield from _projection_parameters(shapes, at, hidden)
-    else:
-        yield from _latent_parameters(shapes, shapes.latent, at, hidden)
-    yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.attended_size))
-    if shapes.output_bias:
-        yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
-    yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
-    if shapes.attention_sinks:
-        yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
-    for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
-        yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
-
-
-def _projection_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterator[Parameter]:
-    for name, rows in (("q_proj", shapes.query_rows), ("k_proj", shapes.key_value_size), ("v_proj", shapes.key_value_size)):
-        yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
-        if shapes.attention_bias:
-            yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
-        yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, hidden)
-
-
-def _linear_attention_parameters(shapes: ModelShapes, linear: LinearAttention, at: str, hidden: int) -> Iterator[Parameter]:
-    for name, shape in linear.parameters(hidden):
-        yield Parameter(f"{at}linear_attn.{name}", shape)
-        if len(shape) == 2:
-            yield from _adapter_parameters(shapes, f"{at}linear_attn.{name.removesuffix('.weight')}", *shape)
-
-
-def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hidden: int) -> Iterator[Parameter]:
-    for name, rows, columns, by_head in latent.matrices(hidden, shapes.num_attention_heads):
-        yield Parameter(f"{at}self_attn.{name}.weight", (rows, columns))
-        if shapes.attention_bias and not by_head:
-            yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
-        yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, columns)
-    for name, size in latent.norms:
-        yield Parameter(f"{at}self_attn.{name}.weight", (size,))
-
-
-def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
-    names, inner = experts.names, experts.intermediate_size
-    yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
-    if experts.biased:
-        yield Parameter(f"{at}{names.router}.bias", (experts.num_experts,))
-    if experts.sigmoid is not None:
-        yield Parameter(f"{at}{CHOICE_BIAS}", (experts.num_experts,))
-    for expert in range(experts.num_experts):
-        for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
-            yield Parameter(f"{at}{name.format(expert)}.weight", shape)
-            if experts.biased:
-                yield Parameter(f"{at}{name.format(expert)}.bias", shape[:1])
-    shared = experts.shared_intermediate_size
-    if shared:
-        for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
-            yield Parameter(f"{at}{names.shared}.{name}_proj.weight", shape)
-    if experts.shared_gate:
-        yield Parameter(f"{at}{SHARED_GATE}", (1, hidden))
-
-
-def parameter_count(shapes: ModelShapes) -> int:
-    """Returns the number of parameters; tied embeddings count once, and biases by which experts are chosen not, which have no gradient."""
-    return sum(p.numel for p in parameters(shapes) if not p.name.endswith(CHOICE_BIAS))
 
 
 def adapted_shapes(shapes: ModelShapes, lora: LoraConfig | None) -> ModelShapes:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from tandem.layout.shapes import ExpertNames, ModelShapes, Parameter, parameters
+from tandem.layout.expert_shapes import ExpertNames
+from tandem.layout.parameters import Parameter, parameters
+from tandem.layout.shapes import ModelShapes
 
 Placement = Literal["replicated", "column", "row", "vocabulary", "expert"]
 

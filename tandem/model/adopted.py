@@ -12,10 +12,12 @@ from torch import Tensor
 from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.expert_shapes import CHOICE_BIAS, SHARED_GATE, ExpertShapes
 from tandem.layout.latent_attention import WITHIN_HEADS
 from tandem.layout.linear_attention import PROJECTIONS
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
-from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, SINKS, ExpertShapes, ModelShapes, linear_name, published_parameters
+from tandem.layout.parameters import SINKS, linear_name, published_parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.latent_projections import pack_absorbed

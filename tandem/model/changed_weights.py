@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import PackedWeight
-from tandem.layout.shapes import SINKS, matrix_name
+from tandem.layout.parameters import SINKS, matrix_name
 from tandem.model.decoder import Decoder
 from tandem.model.layer import Layer
 from tandem.model.quantization.scheme import pack_weight

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes, is_of_adapter, parameters
+from tandem.layout.parameters import is_of_adapter, parameters
+from tandem.layout.shapes import ModelShapes
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import Activation, ModelShapes
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask

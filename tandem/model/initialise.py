@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.layout.expert_shapes import CHOICE_BIAS
 from tandem.layout.linear_attention import OUTPUT
-from tandem.layout.shapes import CHOICE_BIAS, is_of_adapter, parameters
+from tandem.layout.parameters import is_of_adapter, parameters
 from tandem.model.decoder import Decoder
 from tandem.model.drawn import generator_of, new_adapter
 from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of, to_huggingface

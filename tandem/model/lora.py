@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
-from tandem.layout.shapes import ModelShapes, matrix_name, parameters
+from tandem.layout.parameters import matrix_name, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.layer import STACKED
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels, Routing, gate_of, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.kernels.softmax import softmax
-from tandem.layout.shapes import Activation, ExpertShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import Activation
 from tandem.model.attention import logistic
 from tandem.model.parallel.expert_parallel import on_their_ranks
 from tandem.model.quantization.mxfp4 import pack_exactly

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tandem.config.model import NewModelConfig
 from tandem.config.unread import refuse_unread
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.family import all_families, family_to_create
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
+from tandem.layout.rotary import RopeScaling, Rotary
+from tandem.layout.shapes import ModelShapes
 
 
 def rotary_tables(shapes: ModelShapes, context: int) -> tuple[Tensor, ...]:

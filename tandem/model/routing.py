@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Routing, sum_in_order
 from tandem.kernels.softmax import softmax
-from tandem.layout.shapes import SigmoidRouting, SoftmaxRouting
+from tandem.layout.expert_shapes import SigmoidRouting, SoftmaxRouting
 
 Route = Callable[[Tensor, int, bool], Routing]
 """``Kernels.route``, or what replaces it."""

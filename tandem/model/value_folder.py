@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import ValueHead, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ValueHead
 from tandem.model.huggingface.model_config import read_json, read_shapes, shapes_of
 from tandem.model.huggingface.model_folder import INDEX, WEIGHTS
 from tandem.model.huggingface.safetensors_file import write_file

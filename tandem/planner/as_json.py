@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tandem.estimate.training.rank_memory import memory_by_stage
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.planner.plan import Plan
 from tandem.planner.score import Score
 from tandem.planner.warnings import warnings_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.planner.plan import Plan, named
 from tandem.planner.score import Score
 from tandem.planner.warnings import warnings_of

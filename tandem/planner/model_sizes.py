@@ -7,8 +7,9 @@ A family that Tandem trains is read as the trainer reads it. Of another, only si
 from pathlib import Path
 from typing import Any
 
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.family import Trait, family_of_config
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import read_json, shapes_of

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from tandem.config.parallel import ParallelConfig
 from tandem.estimate.training.layout import Recompute, TrainingLayout
 from tandem.estimate.training.rank_memory import predict_rank_memory
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.planner.layouts import with_stages
 from tandem.planner.request import SAFE_SHARE, PlanRequest
 from tandem.types.errors import UserError

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tandem.layout.eagle3 import PUBLISHED
+from tandem.layout.expert_shapes import STANDARD_NAMES, ExpertNames
 from tandem.layout.panels import Stacks, is_in_panels, is_stackable, is_stackable_in_rows, stacked_order, stacks_of
-from tandem.layout.shapes import STANDARD_NAMES, ExpertNames, published_parameters, trained_parameters
+from tandem.layout.parameters import published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator

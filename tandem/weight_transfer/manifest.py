@@ -10,7 +10,8 @@ import xxhash
 
 from tandem.layout.eagle3 import Eagle3Shapes, published_head
 from tandem.layout.panels import is_in_panels
-from tandem.layout.shapes import ModelShapes, published_parameters
+from tandem.layout.parameters import published_parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.sample import WeightVersion

@@ -5,8 +5,10 @@ A quantized engine never shares: its codes and scales are made of the published 
 
 from typing import Literal
 
+from tandem.layout.expert_shapes import STANDARD_NAMES
 from tandem.layout.panels import PANEL_ROWS, ROUNDED_ROWS, is_in_panels, is_stackable, panels_of_rows, stacks_of
-from tandem.layout.shapes import STANDARD_NAMES, ModelShapes, published_parameters
+from tandem.layout.parameters import published_parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.weight_transfer.manifest import segment_bytes

@@ -1,7 +1,8 @@
 """The slices of published weights that a rank of a tensor-parallel engine needs."""
 
 from tandem.layout.eagle3 import PUBLISHED, Eagle3Shapes, published_head
-from tandem.layout.shapes import ModelShapes, published_parameters
+from tandem.layout.parameters import published_parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.types.errors import RunError

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from tandem.backends.environment import tandem_path
 from tandem.kernels import select
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh import MeshShape
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 

@@ -17,7 +17,8 @@ from tandem.backends.deepspeed.optimizer import DeepSpeedOptimizer
 from tandem.backends.new_environment import NewEnvironment
 from tandem.config.recipe import load_config
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.trainer.micro_batch import collate

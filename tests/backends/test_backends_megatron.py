@@ -17,8 +17,10 @@ from tandem.backends.megatron.passes import RowShape, as_rows
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh import MeshShape
-from tandem.layout.shapes import ExpertShapes, RopeScaling, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.rotary import RopeScaling
 from tandem.model.megatron.layout import MegatronMesh, entries
 from tandem.trainer.micro_batch import collate
 from tandem.types import TrainSequence, UserError

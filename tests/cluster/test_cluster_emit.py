@@ -19,8 +19,8 @@ from tandem.cluster.emit.kubernetes.training import ROLE_RULES
 from tandem.config.gateway import GatewayConfig
 from tandem.config.load import build
 from tandem.config.recipe import Recipe, load_config
+from tandem.layout.parameters import parameter_count
 from tandem.layout.published_models import PUBLISHED_MODELS
-from tandem.layout.shapes import parameter_count
 from tandem.observability.dashboards.all import DASHBOARDS
 from tandem.observability.dashboards.model import to_json
 

@@ -10,9 +10,11 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
+from tandem.layout.expert_shapes import CHOICE_BIAS, ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, RopeScaling, SigmoidRouting, SoftmaxRouting
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.model.decoder import Decoder
 from tandem.model.families import gpt_oss, mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface

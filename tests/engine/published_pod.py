@@ -8,8 +8,9 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import KernelChoice, select
+from tandem.layout.expert_shapes import STANDARD_NAMES, ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting, SoftmaxRouting
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.families.gpt_oss import NAMES as GPT_OSS

@@ -17,7 +17,8 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
 from tandem.layout.panels import place_in_panels
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.changed_weights import load_changes
 from tandem.model.decoder import Decoder, PackedContext

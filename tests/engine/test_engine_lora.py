@@ -13,7 +13,7 @@ from lora_adapters import SCALE, write_adapter, write_merged
 
 from tandem import LLM, LoRARequest, SamplingParams
 from tandem.config.lora import ATTENTION_MODULES, LINEAR_ATTENTION_MODULES, LoraConfig
-from tandem.layout.shapes import is_of_adapter, parameters
+from tandem.layout.parameters import is_of_adapter, parameters
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.peft_folder import save_adapter
 from tandem.types import UserError

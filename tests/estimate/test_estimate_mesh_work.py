@@ -6,7 +6,8 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.mesh_work import LOGIT_BYTES, mesh_work
 from tandem.estimate.time import Product, Speed, Work
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 SHAPES = ModelShapes("llama", 1000, 64, 3, 4, 2, 16, 192, 256, tie_word_embeddings=True)
 TOKENS, LENGTH, MOST = 1024, 256, 512

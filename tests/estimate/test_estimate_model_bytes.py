@@ -1,7 +1,8 @@
 """The predicted bytes of a published model's parts against its model card."""
 
 from tandem.estimate.model_bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 
 def test_bytes_of_a_published_model_match_its_checkpoint() -> None:

@@ -18,7 +18,9 @@ from tandem.estimate.processes import (
 )
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import RankMemory, machine_bytes, memory_by_stage, predict_rank_memory
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 LAYER = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32

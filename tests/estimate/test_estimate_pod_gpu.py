@@ -10,8 +10,9 @@ from tandem.estimate.pod_gpu import cache_tokens_within, engine_weight_bytes, pr
 from tandem.estimate.processes import FORKED_RANK_BYTES
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.layout.parameters import parameter_count
 from tandem.layout.residents import KEEP, Residency
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.shapes import ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 COUNT = parameter_count(LLAMA)

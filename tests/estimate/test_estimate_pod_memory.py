@@ -14,8 +14,10 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.estimate.training_bytes import head_bytes
 from tandem.jobs.pod_plan import plan_of
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameter_count
 from tandem.layout.residents import PlanName, Residency
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
+from tandem.layout.shapes import ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 WEIGHTS = 4 * parameter_count(LLAMA)

@@ -11,7 +11,8 @@ from tandem.estimate.failures import DAY_S, LLAMA3
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict_run import RunConditions, predict_run
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 

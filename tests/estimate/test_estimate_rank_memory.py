@@ -15,9 +15,10 @@ from tandem.estimate.training.activations import logit_bytes, saved_bytes, whole
 from tandem.estimate.training.held_parameters import held_on_span
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.rank_memory import chunks_in_flight, memory_by_stage, predict_rank_memory
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.pipeline_stages import own_spans, spans_of, whole
 from tandem.layout.schedules import PipelineShape, max_in_flight_micro_batches, schedule
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_parameters
 
 GPT = ModelShapes("gpt", 51200, 12288, 96, 96, 96, 128, 49152, 2048, tie_word_embeddings=False, gated_mlp=False)

@@ -12,7 +12,8 @@ from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import EngineStep, predict_decode_step, predict_step
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 LLAMA_3_8B = ModelShapes("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192, False)

@@ -9,7 +9,8 @@ from tandem.config.load import build
 from tandem.config.recipe import Recipe
 from tandem.estimate.rl_work import RLModels, RLWork, packed_group, rl_work
 from tandem.estimate.time import Product, Work
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.trainer.packing import packed_tokens
 from tandem.types import TrainSequence
 

@@ -23,9 +23,10 @@ from tandem.estimate.serving.step_time import (
 )
 from tandem.estimate.serving.throughput import predict_batch_seconds, predict_load, predict_offline_seconds, predict_saturated
 from tandem.estimate.serving.weight_formats import FORMATS, quantized_weight_bytes
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.flops import matrix_parameters
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 

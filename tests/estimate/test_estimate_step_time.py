@@ -26,8 +26,9 @@ from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.pipeline import bubble_seconds
 from tandem.estimate.training.predict import predict_step_time
 from tandem.estimate.training.products import chance_tiles, product_seconds
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.schedules import PipelineShape, published_bubble_share, schedule, simulate
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
 
 H100, A100 = load_hardware("H100-80GB"), load_hardware("A100-80GB")

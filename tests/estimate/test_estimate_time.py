@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tandem.estimate.time import Product, Speed, Work, generation_work, training_work
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 # Qwen3-0.6B: 0.44 billion parameters without its embedding (model card), which is its head as well.
 QWEN = ModelShapes(

@@ -15,7 +15,8 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import RankMemory, memory_by_stage, predict_rank_memory, saved_by_stage
 from tandem.estimate.training_bytes import checkpoint_bytes, state_bytes
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.families import gpt_oss
 from tandem.model.initialise import initialise

@@ -11,7 +11,8 @@ from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model

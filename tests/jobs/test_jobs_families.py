@@ -8,7 +8,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.model import NewModelConfig
 from tandem.jobs.start import train
-from tandem.layout.shapes import CHOICE_BIAS
+from tandem.layout.expert_shapes import CHOICE_BIAS
 from tandem.model.create_model import create_model
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import read_shapes, read_tensors

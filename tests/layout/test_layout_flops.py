@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.flops import matrix_parameters, step_flops
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tandem.config.parallel import ParallelConfig
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh_check import check_layout
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 DENSE = ModelShapes("qwen3", 43, 36, 3, 4, 2, 16, 50, 128, True, qk_norm=True)

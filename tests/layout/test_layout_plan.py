@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count, parameters
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameter_count, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_parameters, local_shapes, rule_for, shard_slices
 from tandem.model.families import mixtral
 

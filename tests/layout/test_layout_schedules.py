@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameters
 from tandem.layout.pipeline_stages import Span, split_by_cost, stage_costs, stage_spans
 from tandem.layout.schedules import (
     Operation,
@@ -17,7 +19,7 @@ from tandem.layout.schedules import (
     schedule,
     simulate,
 )
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.shapes import ModelShapes
 
 SHAPES = [PipelineShape(p, m, v) for p in (1, 2, 3, 4, 6) for m in (0, 1, 2, 3, 5, 8, 12) for v in (1, 2, 3) if p > 1 or v == 1]
 EVERY = [(name, shape) for shape in SHAPES for name in (("gpipe", "1f1b") if shape.virtual_stages == 1 else ("interleaved",))]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import Activation, ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import Activation, ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.families import gpt_oss, mixtral
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import Kernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling, Rotary
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.rotary import RopeScaling, Rotary
+from tandem.layout.shapes import ModelShapes
 from tandem.model.families import mixtral
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import config_json, read_shapes

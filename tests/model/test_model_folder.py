@@ -11,7 +11,8 @@ import torch
 
 from tandem.config.model import NewModelConfig
 from tandem.kernels import Kernels, select
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface

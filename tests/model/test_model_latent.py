@@ -19,8 +19,11 @@ from tandem.estimate.pod_gpu import ENGINE_CONTEXT_BYTES, cache_tokens_within, e
 from tandem.kernels import BLOCK_TOKENS, select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.kernels.quantized import PackedQuantized
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling, SigmoidRouting, SoftmaxRouting, adapted_shapes, is_of_adapter
+from tandem.layout.parameters import is_of_adapter
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import config_json, shapes_of
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface

@@ -22,8 +22,9 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.kernels.mixed import Precision, in_precision
+from tandem.layout.expert_shapes import SHARED_GATE
 from tandem.layout.mesh_check import check_layout
-from tandem.layout.shapes import SHARED_GATE, is_of_adapter, parameter_count
+from tandem.layout.parameters import is_of_adapter, parameter_count
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families_document import with_table

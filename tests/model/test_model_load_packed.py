@@ -7,7 +7,8 @@ import torch
 
 from tandem.kernels import BLOCK_TOKENS, empty_cache, select
 from tandem.kernels.api import PagedBatch, untouched_zeros
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model, to_huggingface

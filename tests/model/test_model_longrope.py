@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_folder import load_model, read_shapes, save_model
 from tandem.planner.model_sizes import read_model_sizes

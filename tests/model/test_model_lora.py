@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tandem.config.lora import LoraConfig
 from tandem.kernels import Kernels
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_model, load_tensors, to_huggingface

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tandem.cli.main import main
 from tandem.jobs.convert import convert
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import read_tensors, save_model

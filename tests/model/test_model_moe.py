@@ -8,7 +8,8 @@ import torch
 
 from tandem.kernels import Kernels, select
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_shapes, save_model, to_huggingface

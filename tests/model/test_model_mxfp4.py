@@ -16,7 +16,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.kernels.quantized import PackedQuantized, dequantize
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.model.decoder import PackedContext
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model

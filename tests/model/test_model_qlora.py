@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from tandem.config.lora import LoraConfig
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.kernels import select
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import (

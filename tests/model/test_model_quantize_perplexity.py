@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tandem.kernels import Kernels, select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import load_model, save_model

@@ -12,9 +12,11 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary
+from tandem.layout.rotary import RopeScaling, Rotary
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.initialise import initialise

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.initialise import initialise

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import ATTENTION_MODULES, LINEAR_ATTENTION_MODULES, LoraConfig
 from tandem.kernels import select
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.drawn import new_adapter
 from tandem.model.families import qwen2_moe

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.config.implementation import Implementation
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface

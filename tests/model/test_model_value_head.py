@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import select
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_folder import (
     load_model,

@@ -11,10 +11,13 @@ from ranks import RankContext
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh import GroupName
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, SoftmaxRouting, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.rotary import RopeScaling, Rotary
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import gpt_oss, qwen2_moe

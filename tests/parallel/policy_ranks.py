@@ -15,9 +15,9 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
+from tandem.layout.parameters import parameters
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
-from tandem.layout.shapes import parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors

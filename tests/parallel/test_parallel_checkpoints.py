@@ -10,9 +10,11 @@ import torch
 from ranks import RankContext, Ranks
 from safetensors.torch import load_file
 
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh import MeshShape
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.families import mixtral

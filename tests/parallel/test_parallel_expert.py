@@ -7,8 +7,8 @@ import torch
 from model_ranks import DEEPSEEK_V3, GLM4_MOE, GPT_OSS, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh import MeshShape
-from tandem.layout.shapes import ExpertShapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MANY = replace(QWEN3_MOE, experts=ExpertShapes(16, 1, 24))

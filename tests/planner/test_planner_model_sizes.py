@@ -15,8 +15,9 @@ from tandem.estimate.training.activations import whole_layer_bytes
 from tandem.estimate.training.held_parameters import held_on_span
 from tandem.layout.flops import matrix_parameters, step_flops
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.parameters import parameter_count
 from tandem.layout.pipeline_stages import whole
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.planner.model_sizes import model_sizes
 from tandem.planner.request import PlanRequest

@@ -5,7 +5,8 @@ import pytest
 from tandem.config.parallel import ParallelConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.training.predict import predict_step_time
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.planner.layouts import check_training_layout, even_layers
 from tandem.planner.memory_rules import branch, communication_bytes, memory_advice
 from tandem.planner.plan import make_plan

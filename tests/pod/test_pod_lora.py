@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from tandem.config.lora import LoraConfig
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.types import UserError
 

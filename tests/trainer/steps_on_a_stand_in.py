@@ -30,10 +30,11 @@ from tandem.kernels.attention_backends import with_attention
 from tandem.kernels.mixed import in_precision
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton.kernels import TritonKernels
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh import Mesh
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.layout.placement import mesh_of
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.collectives.communicator import GROUPS, HOST_GROUPS, Communicator

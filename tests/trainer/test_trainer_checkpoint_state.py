@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.runtime.collectives.communicator import Communicator

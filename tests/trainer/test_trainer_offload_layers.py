@@ -15,7 +15,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral

@@ -345,7 +345,8 @@ def test_a_thread_that_is_held_up_leaves_the_rest_to_the_other_and_results_are_i
 def test_a_decoder_converts_to_every_parameter_of_the_architecture_and_fills_its_segment():
     from tandem.config.trainer import TrainerConfig
     from tandem.kernels import select
-    from tandem.layout.shapes import ModelShapes, parameters
+    from tandem.layout.parameters import parameters
+    from tandem.layout.shapes import ModelShapes
     from tandem.model.decoder import Decoder
     from tandem.model.huggingface.model_folder import to_huggingface
     from tandem.trainer.checkpoint.replica_state import ReplicaState

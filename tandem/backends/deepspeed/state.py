@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.backends.deepspeed.replica import DeepSpeedReplica
-from tandem.layout.shapes import trained_parameters
+from tandem.layout.parameters import trained_parameters
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.trainer.checkpoint.codes import Part
 from tandem.trainer.checkpoint.format.shard import Shard

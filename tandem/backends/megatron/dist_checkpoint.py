@@ -24,7 +24,8 @@ from tandem.backends.megatron.model_check import missing_block
 from tandem.backends.megatron.network import build_gpt, transformer_config
 from tandem.backends.megatron.parts import parts_of
 from tandem.config.parallel import ParallelConfig
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from tandem.config.parallel import ParallelConfig
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.division import divided_by_tensor
 from tandem.types import UserError
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.model.megatron.layout import Entry, MegatronMesh, MegatronRank, entries, padded_vocabulary
 from tandem.trainer.checkpoint.codes import Part

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.backends.megatron.optimizer import OwnRun
 from tandem.backends.megatron.parts import parts_of_rank
 from tandem.backends.megatron.replica import MegatronReplica
-from tandem.layout.shapes import parameters
+from tandem.layout.parameters import parameters
 from tandem.trainer.checkpoint.format.shard import Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, run_shards
 from tandem.trainer.checkpoint.read import Contents

@@ -14,7 +14,8 @@ from tandem.engine.core.running import RunningSequences
 from tandem.engine.core.scheduler_output import SequenceId
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.types.kv_cache import BLOCK_TOKENS
 
 _DECAY = 0.9

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.engine.executor.rank_weights import RankWeights, split_draft
 from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
 from tandem.layout.eagle3 import published_head
-from tandem.layout.shapes import published_parameters
+from tandem.layout.parameters import published_parameters
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.engine.spec_decode.eagle3_draft import Eagle3Draft
 from tandem.layout.eagle3 import PUBLISHED
-from tandem.layout.shapes import published_parameters
+from tandem.layout.parameters import published_parameters
 from tandem.layout.sharding import local_parameters
 from tandem.model.adopted import SharedTensors, adopt, adoptable_layout
 from tandem.model.changed_weights import changes_elements

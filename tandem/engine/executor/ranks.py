@@ -22,7 +22,7 @@ from tandem.engine.executor.load import LoadFormat, load_decoder
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
 from tandem.kernels.mixed import Precision
-from tandem.layout.shapes import parameters
+from tandem.layout.parameters import parameters
 from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import Heads

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from tandem.config.engine import SpeculativeConfig
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.layout.eagle3 import EMBEDDING, Eagle3Shapes, eagle3_parameters
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import INDEX, WEIGHTS
 from tandem.model.huggingface.model_config import read_shapes

@@ -19,7 +19,8 @@ from tandem.estimate.training.own_trainer import (
 from tandem.estimate.training.stage_bytes import StageBytes
 from tandem.estimate.training_bytes import state_bytes
 from tandem.layout.eagle3 import AUX_LAYERS, Eagle3Shapes
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 KEPT_SHARE = 0.2
 """As ``own_trainer.KEPT_SHARE``, measured with four models of 1M to 17M parameters: tensors of many sizes come and go."""

@@ -26,8 +26,9 @@ from tandem.estimate.training.memory_bound import (
     layer_bytes,
 )
 from tandem.estimate.training.products import RESULT_BYTES, product_seconds
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 
 ACTIVATION_BYTES = 2
 """Of an element that ranks exchange, in 16 bits."""

@@ -9,7 +9,8 @@ from tandem.estimate.effective_time import daly_interval_s, expected_share
 from tandem.estimate.failures import LLAMA3, FailureRates
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14, "fp8": 14}
 """Of a parameter in a checkpoint: its fp32 weight and two moments, and the rounded weight."""

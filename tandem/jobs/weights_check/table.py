@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from tandem.config.recipe import Recipe
 from tandem.estimate.processes import TRAINING_PROCESS_BYTES
 from tandem.jobs.weights_check.layouts import LayoutPair, SleepLevel
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.weight_transfer.manifest import segment_bytes

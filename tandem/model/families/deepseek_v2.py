@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes, SoftmaxRouting
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertNames, ExpertShapes, SoftmaxRouting
 from tandem.model.families.deepseek_v3 import PUBLISHED, new_latent
 from tandem.model.family import ConfigFlag, Family, Mixture
 from tandem.model.huggingface.config_reader import ConfigReader

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes, SigmoidRouting
 from tandem.layout.latent_attention import LatentAttention
-from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.layout.shapes import ModelShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.latent_config import read_latent

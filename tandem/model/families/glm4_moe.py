@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes, SigmoidRouting
+from tandem.layout.shapes import ModelShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.routed_experts import read_dense_layers, routed_expert_keys

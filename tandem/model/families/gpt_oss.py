@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from tandem.layout.shapes import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes
+from tandem.layout.rotary import RopeScaling
+from tandem.layout.shapes import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms, read_expert_count
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import windows_by_type

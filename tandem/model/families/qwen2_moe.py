@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes
 from tandem.model.families import qwen3_moe
 from tandem.model.family import ConfigFlag, Family, Mixture, read_expert_count
 from tandem.model.huggingface.config_reader import ConfigReader

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, read_expert_count
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import SWITCHED_WINDOW

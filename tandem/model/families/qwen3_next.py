@@ -4,8 +4,9 @@ of many small experts with a shared one."""
 from dataclasses import replace
 from typing import Any
 
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.families import qwen2_moe
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader

@@ -14,21 +14,11 @@ from torch import Tensor
 from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
+from tandem.layout.expert_shapes import CHOICE_BIAS, SHARED_GATE, ExpertNames
 from tandem.layout.linear_attention import OUTPUT
+from tandem.layout.parameters import SINKS, is_of_adapter, linear_name, matrix_name, parameters, trained_parameters
 from tandem.layout.pipeline_stages import Span, layer_of
-from tandem.layout.shapes import (
-    CHOICE_BIAS,
-    SHARED_GATE,
-    SINKS,
-    ExpertNames,
-    ValueHead,
-    adapted_shapes,
-    is_of_adapter,
-    linear_name,
-    matrix_name,
-    parameters,
-    trained_parameters,
-)
+from tandem.layout.shapes import ValueHead, adapted_shapes
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.described import DescribedModel

@@ -15,7 +15,8 @@ from tandem.config.lora import MLP_MODULES, LoraConfig
 from tandem.kernels.quantized import plain_weight
 from tandem.layout.latent_attention import WITHIN_HEADS
 from tandem.layout.linear_attention import PROJECTIONS
-from tandem.layout.shapes import ModelShapes, linear_matrices, matrix_name, parameters
+from tandem.layout.parameters import linear_matrices, matrix_name, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file, write_file
 from tandem.model.lora import Adapter

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
+from tandem.layout.rotary import RopeScaling, Rotary
+from tandem.layout.shapes import ModelShapes
 from tandem.model.family import Family
 from tandem.model.huggingface.config_reader import ConfigReader
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.model.huggingface.config_reader import ConfigReader
 
 

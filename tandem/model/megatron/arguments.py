@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.families import mixtral, qwen3_moe
 from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
 from tandem.types import UserError

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.parameters import parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.arguments import arguments_of, mesh_of
 from tandem.model.megatron.layout import Entry, MegatronMesh, MegatronRank, Spelling, entries
 from tandem.types import UserError

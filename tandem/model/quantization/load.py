@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
-from tandem.layout.shapes import ModelShapes, linear_name, parameters
+from tandem.layout.parameters import linear_name, parameters
+from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import is_held, shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
-from tandem.layout.shapes import parameters
+from tandem.layout.parameters import parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggingface

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.quantized import QuantizedWeight
+from tandem.layout.expert_shapes import SHARED_GATE
 from tandem.layout.latent_attention import WITHIN_HEADS
 from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
-from tandem.layout.shapes import SHARED_GATE, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.model.quantization.bits import AWQ_ORDER, pack_words
 
 Method = Literal["int8", "fp8", "rtn", "gptq", "awq"]

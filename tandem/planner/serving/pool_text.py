@@ -8,7 +8,8 @@ from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.serving.latency import Traffic
 from tandem.estimate.serving.layout import ServingLayout
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.parameters import parameter_count
+from tandem.layout.shapes import ModelShapes
 from tandem.planner.as_text import GIB, table
 from tandem.planner.serving.pool import Pool, PoolPlan
 from tandem.planner.serving.rules import (

@@ -19,7 +19,7 @@ from tandem.config.engine import EngineArgs
 from tandem.config.load import build
 from tandem.engine.llm import LLM
 from tandem.kernels import BLOCK_TOKENS
-from tandem.layout.shapes import parameter_count
+from tandem.layout.parameters import parameter_count
 from tandem.runtime.rpc.calls import error_meta, message_meta
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.serving.engines.engine_loop import EngineLoop

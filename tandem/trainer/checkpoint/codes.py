@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters
+from tandem.layout.parameters import parameters
 from tandem.layout.shard_offsets import ShardOffsets, intersection, is_covered
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.decoder import Decoder

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters, trained_parameters
+from tandem.layout.parameters import parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import trained_parameters
+from tandem.layout.parameters import trained_parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_folder import read_tensors, save_model
 from tandem.model.huggingface.peft_folder import merged_tensors, save_adapter

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import trained_parameters
+from tandem.layout.parameters import trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import adapter_of, checked_tensors, to_huggingface
