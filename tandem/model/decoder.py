@@ -317,7 +317,8 @@ class Decoder(nn.Module):
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")
         latent = lambda step: {} if step.latent is None else step.latent.matrices()
-        return [*({name: getattr(step, name) for name in names} | latent(step) for step in self._packed), {"head": self._packed_head}]
+        linear = lambda step: {} if step.linear_attention is None else {"qkvz": step.linear_attention.qkvz, "ba": step.linear_attention.ba}
+        return [*({name: getattr(step, name) for name in names} | latent(step) | linear(step) for step in self._packed), {"head": self._packed_head}]
 
     def matrix(self, index: int, place: int) -> Any:
         """Returns the packed matrix ``place`` of ``Layer.linears`` of layer ``index``."""

@@ -126,4 +126,3 @@ def to_residual(kernels: Kernels, x: Tensor, written: Written, eps: float, centr
     """Returns what is added to the residual stream for the output ``x`` of attention or MLP."""
     x = x if written.norm is None else kernels.rms_norm(x, written.norm, eps, centred)
     return x if written.factor == 1.0 else x * written.factor
-

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tandem.config.parallel import AXES, ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import AnyRecipe
+from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.planner.model_input import recipe_shapes
 from tandem.planner.plan import cannot_fit, named
@@ -31,6 +31,10 @@ def with_layout(recipe: AnyRecipe, gpus: Sequence[str], hardware: Hardware | Non
         data = ranks_that_divide(batch_sequences(recipe), cores)
         chosen = replace(recipe.parallel, layout="given", data=data, zero=1 if data > 1 else 0)
         return replace(recipe, parallel=chosen), f"layout: data {data}, zero {chosen.zero} (no GPU: a rank for each core that divides the batch)"
+    if isinstance(recipe, Recipe) and recipe.draft is not None:
+        data = ranks_that_divide(batch_sequences(recipe), len(gpus))
+        chosen = replace(recipe.parallel, layout="given", data=data, zero=1 if data > 1 else 0)
+        return replace(recipe, parallel=chosen), f"layout: data {data}, zero {chosen.zero} (a draft head is trained beside one whole policy)"
     if hardware is None:
         raise UserError(
             f"'parallel.layout' is 'auto', and the planner has no figures of '{gpus[0]}'; give the layout, or plan with a hardware file (tandem plan --gpu)"

@@ -109,10 +109,11 @@ def _layouts(request: PlanRequest, rule: Rule, pipeline: int) -> Iterator[Traini
 
 
 def tensor_ranks(shapes: ModelShapes, most: int) -> int:
-    """Returns the largest power of two up to ``most`` that divides the heads and the inner size; 1 for norms over all heads."""
+    """Returns the largest power of two up to ``most`` that divides the heads, of linear attention too, and the inner size; 1 for norms over all heads."""
     if shapes.qk_norm_all_heads:
         return 1
     sizes = [shapes.num_attention_heads, shapes.intermediate_size if shapes.experts is None else shapes.experts.intermediate_size]
+    sizes += [] if shapes.linear_attention is None else [shapes.linear_attention.num_key_heads]
     tensor = 1
     while 2 * tensor <= most and all(size % (2 * tensor) == 0 for size in sizes):
         tensor *= 2

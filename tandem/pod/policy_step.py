@@ -67,7 +67,7 @@ def policy_step(
     models.steps += 1
     _update_reference(models)
     device = _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing)
-    drafted, of_draft = _update_draft(models, step, inferred.samples)
+    drafted, of_draft = _update_draft(models, step, inferred.samples, on_progress)
     guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
     metrics, verdicts = result.metrics | replay_metrics(models, batch.sequences) | drafted, [result.verdict]
     if learned is not None:
@@ -135,7 +135,7 @@ def _update_reference(models: RankModels) -> None:
             follow(actor.reference.replica, actor.native, config.mixup_alpha if config.update == "ema" else 1.0)
 
 
-def _update_draft(models: RankModels, step: int, samples: Sequence[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+def _update_draft(models: RankModels, step: int, samples: Sequence[Sample], on_progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
     """Trains a draft head on ``samples``, with the weights that the policy has after ``step``. Returns its metrics, and the seconds that it took; nothing
     without one. A guard that skips its updates does not end the run, whose samples do not depend on it."""
     actor, recipe, draft = models.actor, models.recipe, models.actor.draft
@@ -145,7 +145,7 @@ def _update_draft(models: RankModels, step: int, samples: Sequence[Sample]) -> t
     with actor.tracer.span("draft head"), actor.native.whole():
         metrics = update_draft(
             draft.replica, step, sequences, draft.trainer, total_steps=recipe.run.max_steps, guard=draft.guard,
-            on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
+            on_progress=on_progress, on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
         )  # fmt: skip
     return metrics, {"perf/draft_update_s": perf_counter() - began}
 

@@ -26,6 +26,7 @@ from tandem.estimate.serving.weight_formats import FORMATS, quantized_weight_byt
 from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.flops import matrix_parameters
 from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
@@ -170,6 +171,13 @@ def test_an_engine_that_cannot_be_is_refused_in_one_line(layout: ServingLayout, 
     with pytest.raises(UserError) as error:
         predict_engine_memory(LLAMA_3_8B, layout, H100)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ranks_that_do_not_divide_the_key_heads_of_linear_attention_are_refused_in_one_line() -> None:
+    shapes = replace(LLAMA_3_8B, linear_attention=LinearAttention((0,), 4, 8, 128, 128, 4))
+    predict_engine_memory(shapes, ServingLayout(4), H100)
+    with pytest.raises(UserError, match="tensor parallel size is 8; it must divide the 4 key heads of the model's linear attention"):
+        predict_engine_memory(shapes, ServingLayout(8), H100)
 
 
 def test_fp8_is_refused_on_a_gpu_that_has_no_fp8() -> None:

@@ -219,6 +219,7 @@ def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the
         train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=second"]))
 
 
+@pytest.mark.full
 def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     process = begin(tmp_path, recipe(data, run={"max_steps": 100_000}))
     path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120

@@ -175,6 +175,7 @@ def test_ranks_that_die_while_they_measure_do_so_again_and_a_resumed_run_too(two
     assert first["took_s"] != again["took_s"], "it was measured again"
 
 
+@pytest.mark.full
 def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two: Path, data: Path, tmp_path: Path) -> None:
     said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=1", "--fault=rank1:stall:backward:9")
     (hung,) = [line for line in said.splitlines() if "rank 1 has done nothing" in line]

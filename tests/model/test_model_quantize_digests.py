@@ -5,6 +5,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from tandem.kernels import select
+from tandem.layout.linear_attention import LinearAttention
+from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
@@ -12,7 +14,7 @@ from tandem.model.initialise import initialise
 from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.load import held_bytes, load_quantized
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
-from tandem.model.weight_digests import weight_digests
+from tandem.model.weight_digests import packed_tensors, weight_digests
 
 SHAPES = ModelShapes("qwen3", 61, 64, 2, 4, 2, 16, 96, 64, False, qk_norm=True)
 
@@ -37,6 +39,16 @@ def test_one_changed_code_changes_one_digest(tmp_path: Path) -> None:
     save_file(tensors, file)
     after = weight_digests(load(tmp_path / "int8"))
     assert {name for name in before if before[name] != after[name]} == {"layers.1.down.data"}
+
+
+def test_a_packed_decoder_with_linear_attention_has_all_of_its_weights_in_its_digests() -> None:
+    linear = LinearAttention((0,), 2, 4, 12, 10, 4)
+    shapes = ModelShapes("qwen3_next", 61, 64, 2, 4, 2, 16, 96, 64, False, qk_norm=True, norms_from_one=True, attention_gate=True, linear_attention=linear)
+    decoder = Decoder(shapes, select("reference"))
+    initialise(decoder, 0)
+    decoder.pack()
+    assert sum(tensor.numel() for _, tensor in packed_tensors(decoder)) >= parameter_count(shapes)
+    assert {"layers.0.qkvz.data", "layers.0.ba.data"} <= weight_digests(decoder).keys()
 
 
 def test_the_bytes_held_are_those_of_the_codes_the_scales_and_what_stays_plain(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def vars_of(micro_batch: MicroBatch) -> list[torch.Tensor]:
     return [v for name in micro_batch.__slots__ if isinstance(v := getattr(micro_batch, name), torch.Tensor)]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_bytes_that_a_rank_holds_between_backward_passes_are_those_of_the_formula(zero: int, ranks: Ranks) -> None:
     case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7))
     for held, handed_on, (layer, *others), numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):

@@ -48,6 +48,7 @@ def test_a_rank_pages_the_moments_of_what_it_updates(zero: int, ranks: Ranks, tm
     check(ranks, MeshShape(data=2), CASE, zero, 1, tmp_path, ("offload",))
 
 
+@pytest.mark.full
 def test_a_rank_pages_its_part_of_weights_and_of_gradients_of_several_passes(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, MeshShape(data=3), CASE, 3, 2, tmp_path, ("offload", "offload_parameters"))
     check(ranks, MeshShape(data=2), Case(QWEN3_MOE, "float32", "cpu", recompute="full"), 3, 2, tmp_path, ALL)

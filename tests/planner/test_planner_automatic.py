@@ -27,6 +27,14 @@ def test_the_fastest_layout_that_fits_is_applied_and_named() -> None:
     assert replace(chosen, parallel=recipe.parallel, trainer=recipe.trainer) == recipe
 
 
+def test_a_run_that_trains_a_draft_head_is_data_parallel_as_the_head_needs_one_whole_policy() -> None:
+    speculative = "--rollout.engine.speculative_config={method: eagle3, model: head}"
+    chosen, line = with_layout(load_config("sort", ["--parallel.layout=auto", speculative, "--draft={}"]), ["NVIDIA H100 80GB HBM3"] * 4, H100, 2)
+    assert (chosen.parallel.data, chosen.parallel.zero, chosen.parallel.world) == (4, 1, 4)
+    assert line == "layout: data 4, zero 1 (a draft head is trained beside one whole policy)"
+    chosen.check()
+
+
 @pytest.mark.parametrize(("cores", "data"), ((2, 2), (3, 2), (7, 4), (1, 1)))
 def test_without_gpus_ranks_are_the_cores_that_divide_the_batch(cores: int, data: int) -> None:
     recipe = load_config("sort", ["--parallel.layout=auto", "--rollout.prompts_per_step=4", "--algorithm.group_size=2"])

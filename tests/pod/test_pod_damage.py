@@ -24,6 +24,7 @@ def run_with_damage(folder: Path, step: int, times: int) -> PodRun:
     return PodRun(folder, program=(str(HERE / "damaged_memory.py"), str(step), str(times)))
 
 
+@pytest.mark.full
 def test_weights_that_are_damaged_in_shared_memory_are_registered_again_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
     run = run_with_damage(tmp_path, step=3, times=1)
     done = run.train()

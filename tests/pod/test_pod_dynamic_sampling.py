@@ -51,6 +51,7 @@ def expected_batch(rounds: Sequence[Round], wanted: int) -> list[str]:
     return prompts[:wanted]
 
 
+@pytest.mark.full
 def test_step_is_refilled_until_it_has_its_groups_and_is_replayed(tmp_path: Path) -> None:
     train(load_config(recipe(tmp_path), [f"--run.directory={tmp_path}", "--run.name=run", "--run.max_steps=4"]), inline=True, progress=False)
     run = tmp_path / "run"

@@ -76,6 +76,7 @@ def test_a_step_learns_from_samples_of_the_weights_before_and_counts_them_as_suc
     assert all("mismatch_kl" not in row and row["actor/grad_norm"] > 0 for row in rows[1:])
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on_with_the_samples_that_were_drawn_ahead(quiet: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match="resume"):
         in_this_process(tmp_path, callbacks=[_Stop(1)])

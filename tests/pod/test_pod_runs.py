@@ -173,6 +173,7 @@ def test_finished_pod_with_more_steps_is_the_run_that_had_them_from_the_start(
         resume(run.directory, inline=True, overrides=["--run.max_steps=5"])
 
 
+@pytest.mark.full
 def test_reached_target_is_told_and_a_higher_one_trains_further(undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     run, heard = PodRun(tmp_path), Heard()

@@ -71,6 +71,7 @@ def test_a_hundred_flipped_bits_are_noticed_or_change_nothing_that_is_read(kille
     check_flips(killed, 100, seed=1)
 
 
+@pytest.mark.full
 def test_every_file_that_a_resume_reads_is_verified(killed: PodRun) -> None:
     kinds = {Path(name).name for name in files_of(killed.directory)}
     assert {"config.yaml", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl", "model.safetensors", "tokenizer.json", "COMMIT"} <= kinds

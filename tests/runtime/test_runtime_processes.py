@@ -108,6 +108,12 @@ def test_a_child_ends_with_its_status_output_threads_and_exit_handlers_and_is_no
         assert ("ValueError: why" in said) is (argument == "fails")
 
 
+def test_a_program_whose_output_the_caller_has_closed_ends_with_its_status_and_says_nothing():
+    program = "import sys\nfrom tandem.runtime.process.fast_exit import fast_exit\nwith fast_exit(): sys.exit(3)"
+    ended = subprocess.run(["bash", "-c", '"$0" -c "$1" >&-', sys.executable, program], stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
 def test_thread_counts_reach_torch():
     code = "import torch; print(torch.get_num_threads())"
     child = spawn(None, ["-c", code], program=sys.executable, threads=Threads(2), capture=True)

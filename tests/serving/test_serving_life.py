@@ -32,6 +32,7 @@ def refused(*arguments: str) -> str:
     return lines[0]
 
 
+@pytest.mark.full
 def test_what_cannot_be_served_is_one_line(shared: Server, model: Path, tmp_path: Path) -> None:
     port = shared.url.rpartition(":")[2]
     assert f"port {port} on 127.0.0.1 cannot be taken (Address already in use)" in refused(str(model), "--port", port)

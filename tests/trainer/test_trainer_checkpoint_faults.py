@@ -97,6 +97,7 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.full
 def test_rank_killed_at_any_phase_loses_nothing_and_the_next_save_goes_through(memory: Path) -> None:
     (memory / "config.json").write_text("{}")
     forks = subprocess.Popen(

@@ -107,7 +107,7 @@ class PublishedWeights:
             if self._weights is not None:
                 self._weights.close()
             runner = self._components.runner
-            self._weights = RankWeights(runner.decoder, source, eagle3_of(runner.proposer))
+            self._weights = RankWeights(runner.decoder, source, lambda: eagle3_of(runner.proposer))
         return self._weights
 
 

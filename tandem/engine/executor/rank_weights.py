@@ -1,6 +1,6 @@
 """Reads a rank's slices of published weights from shared memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -41,25 +41,30 @@ def split_draft(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor
 
 
 class RankWeights:
-    """Reads the weights of one rank, and with ``head`` those of this draft head, if they are published. They are staged in private memory until ``apply``
-    loads them into ``decoder``, or are where they were published (``share``). ``shared``: those that ``apply``
-    has let the decoder compute with where they are (``None``: it holds a copy)."""
+    """Reads the weights of one rank, and those of the draft head that ``head`` returns, if they are published. They are staged in private memory until
+    ``apply`` loads them into ``decoder``, or are where they were published (``share``). ``shared``: those that ``apply`` has let the decoder compute with where
+    they are (``None``: it holds a copy)."""
 
-    def __init__(self, decoder: Decoder, source: WeightSource, head: Eagle3Draft | None = None) -> None:
+    def __init__(self, decoder: Decoder, source: WeightSource, head: Callable[[], Eagle3Draft | None] = lambda: None) -> None:
         # The digests need xxhash, which an engine that loads folders does without.
         from tandem.weight_transfer.update import WeightReader
         from tandem.weight_transfer.wanted import wanted_by
 
-        self.decoder, self.source, self.head = decoder, source, head
+        self.decoder, self.source, self._head = decoder, source, head
         self._store = open_store(source.store)
         threads = max(1, source.threads // decoder.shard_spec.size)
         finds_elements = changes_elements(decoder)
-        wanted = wanted_by(decoder.shapes, decoder.shard_spec, None if head is None else head.head.shapes)
+        wanted = wanted_by(decoder.shapes, decoder.shard_spec, None if self.head is None else self.head.head.shapes)
         self._reader = WeightReader(self._store, threads, wanted, finds_elements=finds_elements)
         self._staged: Weights | None = None
         self._taken: SharedWeights | None = None
         self.shared: SharedWeights | None = None
         self._applied: tuple[object, ...] | None = None
+
+    @property
+    def head(self) -> Eagle3Draft | None:
+        """The draft head that the engine has now."""
+        return self._head()
 
     def share(self, version: WeightVersion) -> "SharedWeights | None":
         """Returns ``version`` where it was published, verified if the source says so; ``None`` if the engine must copy it. Raises the errors of

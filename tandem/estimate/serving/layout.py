@@ -42,6 +42,8 @@ class ServingLayout:
             raise UserError(f"quantization '{self.quantization}' multiplies in {precision}, which {hardware.name} has not; choose awq, int8 or fp16")
         if self.tensor < 1 or shapes.num_attention_heads % self.tensor:
             raise UserError(f"tensor parallel size is {self.tensor}; it must divide the model's {shapes.num_attention_heads} attention heads")
+        if (linear := shapes.linear_attention) is not None and linear.num_key_heads % self.tensor:
+            raise UserError(f"tensor parallel size is {self.tensor}; it must divide the {linear.num_key_heads} key heads of the model's linear attention")
         if self.tensor > 1 and shapes.qk_norm_all_heads:
             raise UserError(f"tensor parallel size is {self.tensor}; the model's norms of queries and keys are over all heads: leave it at 1")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

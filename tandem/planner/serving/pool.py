@@ -125,7 +125,9 @@ def _smallest(request: PoolRequest, quantization: str, refusals: list[tuple[Pool
 def _layouts(request: PoolRequest, quantization: str) -> Iterator[ServingLayout]:
     sizes = [request.tensor] if request.tensor is not None else [2**power for power in range(11) if 2**power <= request.hardware.gpus_per_node]
     for tensor in sizes:
-        is_divided = request.shapes.num_attention_heads % tensor == 0 and not (tensor > 1 and request.shapes.qk_norm_all_heads)
+        linear = request.shapes.linear_attention
+        heads = [request.shapes.num_attention_heads, *(() if linear is None else (linear.num_key_heads,))]
+        is_divided = all(count % tensor == 0 for count in heads) and not (tensor > 1 and request.shapes.qk_norm_all_heads)
         if request.tensor is not None or is_divided:
             yield replace(request.layout, tensor=tensor, quantization=quantization)  # type: ignore[arg-type]
 

@@ -183,7 +183,7 @@ def plan(
     tokens, attended = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
     models: dict[str, Any] = {"reference": reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
-    of_draft = DraftBytes() if draft is None else draft_bytes(draft, trainer, parallel, tokens, draft_steps)
+    of_draft = DraftBytes() if draft is None else draft_bytes(draft, trainer, parallel, tokens, draft_steps, max_length)
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
     gpus = max(ranks or parallel.world, rollout.engine_ranks)
 
@@ -202,7 +202,8 @@ def plan(
             residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
         )
         gpu = None if on_gpus.gpu is None else _beside(on_gpus.gpu, of_draft)
-        return replace(on_gpus, host=replace(on_gpus.host, kept=kept), gpu=gpu)
+        host = _beside(on_gpus.host, DraftBytes(published=of_draft.published), buffers=2 * pods)
+        return replace(on_gpus, host=replace(host, kept=kept), gpu=gpu)
 
     device = None
     if on_gpu:

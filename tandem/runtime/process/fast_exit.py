@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def fast_exit() -> Iterator[None]:
-    """Runs the program of a process, whose threads and exit handlers end as always, and then ends the process at once with the program's status.
+    """Runs the program of a process, whose threads and own exit handlers end as always, and then ends the process at once with the program's status.
 
     Python would also visit each object to free it, which the kernel does by pages. After an exception other than ``SystemExit``, or if the
     output cannot be written, the process ends as Python ends it.
@@ -29,6 +29,7 @@ def fast_exit() -> Iterator[None]:
 def _end(statuses: list[int]) -> None:
     if statuses:
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # The caller has closed it.
+                    stream.flush()
             os._exit(statuses[0] & 0xFF)

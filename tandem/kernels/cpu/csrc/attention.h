@@ -38,9 +38,9 @@ struct Ahead {
   Tiles<T> tiles = {};
   int64_t last = 0;
 
-  // From a tile that is read now to the one that is fetched, in bytes.
-  ptrdiff_t distance(int64_t t, const T* now) const {
-    return t < last ? reinterpret_cast<const char*>(tiles.tile(t)) - reinterpret_cast<const char*>(now) : 0;
+  // From a tile that is read now to the one that is fetched, in bytes. They may be parts of two tensors, whose addresses are then numbers.
+  uintptr_t distance(int64_t t, const T* now) const {
+    return t < last ? reinterpret_cast<uintptr_t>(tiles.tile(t)) - reinterpret_cast<uintptr_t>(now) : 0;
   }
 };
 
@@ -136,11 +136,11 @@ INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int6
   for (int64_t key = from; key < to;) {
     const int64_t tile = key / BLOCK_TOKENS, next = std::min(to, (tile + 1) * BLOCK_TOKENS);
     const T* values = view.tile(tile) + (key - tile * BLOCK_TOKENS) * view.row_stride + d;
-    const ptrdiff_t distance = AHEAD ? ahead.distance(tile, view.tile(tile)) : 0;
+    const uintptr_t distance = AHEAD ? ahead.distance(tile, view.tile(tile)) : 0;
     for (; key < next; ++key, values += view.row_stride) {
       if constexpr (AHEAD)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; ++v) fetch(reinterpret_cast<const char*>(values + v * LANES) + distance);
+        for (int v = 0; v < VECTORS; ++v) fetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(values + v * LANES) + distance));
       V value[VECTORS];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) value[v] = v == VECTORS - 1 ? widen_n(values + v * LANES, columns) : widen(values + v * LANES);
