@@ -37,6 +37,15 @@ def test_the_second_use_finds_the_first_ones_library(small_source: Path, tmp_pat
     assert answer(first) == 42
 
 
+def test_a_terminal_of_another_width_or_language_finds_the_same_library(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = set()
+    for width, language in (("60", "C.UTF-8"), ("210", "C"), ("80", "de_DE.UTF-8")):
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setenv("LC_ALL", language)
+        paths.add(build.built_library("g++", tmp_path / "cache"))
+    assert len(paths) == 1
+
+
 def test_a_changed_source_is_another_library(small_source: Path, tmp_path: Path) -> None:
     first = build.built_library("g++", tmp_path / "cache")
     (small_source / "answer.cpp").write_text('extern "C" int answer() { return 43; }\n')

@@ -83,7 +83,8 @@ def _build(program: str, scratch: Path) -> Path:
 def _run(command: list[str], scratch: Path | None = None) -> str:
     """Returns what ``command`` prints. ``scratch``: for its temporary files, which it would leave behind where it is killed. One that is killed is
     run once more: its death says nothing about the compiler."""
-    environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
+    # What a compiler prints depends on the language and, of its options, on the width of the terminal, for neither of which a library is another one.
+    environment = {**os.environ, "LC_ALL": "C", "COLUMNS": "80"} | ({} if scratch is None else {"TMPDIR": str(scratch)})
     name = Path(command[0]).name
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
