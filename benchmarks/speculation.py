@@ -42,7 +42,7 @@ Work = tuple[str, int, float, bool]
 WORKS: list[Work] = [
     (name, sequences, temperature, repeats)
     for name, temperature, repeats in (("sampled", 1.0, False), ("repeating, greedy", 0.0, True))
-    for sequences in (1, 4, 16, 64)
+    for sequences in (1, 4, 8, 16, 64)
 ]
 TARGET = 0.98
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8, 16, 64])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--strength", type=float, default=0.05)
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
