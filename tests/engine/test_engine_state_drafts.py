@@ -304,6 +304,13 @@ def test_a_step_that_another_program_delayed_changes_little() -> None:
     assert time_of(switch, 1, 2, 1.5, 400) < 0.7
 
 
+def test_the_slow_first_step_of_an_engine_is_not_what_drafts_are_compared_with() -> None:
+    switch = DraftSwitch(4)
+    switch.observe(4, 0, 0, 0.03)
+    # 2 tokens in 2.5 times a plain step, which is less than the first one.
+    assert time_of(switch, 4, 1, 2.5, 2000) < 1.015
+
+
 def test_states_that_do_not_follow_the_others_replace_them() -> None:
     unread, states = UnreadStates(), torch.arange(400.0).view(-1, 2)
     unread.add(7, states[:1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 _ALLOWED_LOSS = 0.01
 """The share of the time that steps with draft tokens may lose, all together."""
 _TRIALS = 4
-"""Steps with draft tokens after which their time is known, and the plain steps that an engine may lose at once when it begins."""
+"""Steps with draft tokens, and plain ones, after which their time is known, and the plain steps that an engine may lose at once when it begins."""
 _REFRESHED = 32
 """Steps with draft tokens after which one without measures again what they are compared with."""
 _PLAIN, _DRAFTED = 0.2, 0.05
@@ -17,10 +17,11 @@ _LONGEST = 3.0
 
 @dataclass(slots=True)
 class _Measured:
-    """Steps of about as many sequences. ``plain_s``: seconds of a step without draft tokens, for each sequence. ``spent_s``: of a step with them, and
-    ``saved_s`` of the plain steps that would have drawn its tokens; over ``count`` of them, ``since_plain`` after the last plain one."""
+    """Steps of about as many sequences. ``plain_s``: seconds of a step without draft tokens, for each sequence, after ``plain_count`` of them. ``spent_s``: of
+    a step with them, and ``saved_s`` of the plain steps that would have drawn its tokens; over ``count`` of them, ``since_plain`` after the last plain one."""
 
     plain_s: float = 0.0
+    plain_count: int = 0
     spent_s: float = 0.0
     saved_s: float = 0.0
     count: int = 0
@@ -56,7 +57,7 @@ class DraftSwitch:
     def pays(self, sequences: int) -> bool:
         """Returns whether a step of ``sequences`` decoding sequences may feed draft tokens."""
         known = self._measured.get(sequences.bit_length())
-        if known is None or not known.plain_s:
+        if known is None or known.plain_count < _TRIALS:
             return False
         if known.count < _TRIALS:
             return self._allowance_s >= (0.0 if sequences <= self._limit else sequences * known.plain_s)
@@ -70,7 +71,12 @@ class DraftSwitch:
         expected = sequences * known.plain_s
         if not proposed:
             taken = min(seconds, _LONGEST * expected) if expected else seconds
-            known.plain_s += (_PLAIN if expected else 1.0) * (taken / sequences - known.plain_s)
+            known.plain_count += 1
+            if known.plain_count <= _TRIALS:
+                # The first steps of an engine take longer than all others; what pays beside them alone does not pay.
+                known.plain_s = taken / sequences if known.plain_count == 1 else min(known.plain_s, taken / sequences)
+            else:
+                known.plain_s += _PLAIN * (taken / sequences - known.plain_s)
             known.since_plain = 0
             if not self._has_begun:
                 self._has_begun, self._allowance_s = True, _TRIALS * taken
