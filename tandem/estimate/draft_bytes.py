@@ -7,7 +7,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import DTYPE_BYTES, optimizer_bytes, weight_bytes
 from tandem.estimate.processes import COMPILER_BYTES
-from tandem.estimate.training.draft_head import LOGIT_COPIES
+from tandem.estimate.training.draft_head import LOGIT_COPIES, later_attention_bytes
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.estimate.training_bytes import head_bytes
@@ -31,8 +31,7 @@ def draft_bytes(draft: ModelShapes, trainer: TrainerConfig, parallel: ParallelCo
     saved = max(saved_by_stage(draft, layout_of_trainer(own, parallel, tokens)))
     compiler = 0 if trainer.recompute == "full" else COMPILER_BYTES
     labels = 4 * tokens * dict(draft.own_parameters)["lm_head.weight"][0]
-    # From the second position on attention is written out.
-    later = 8 * sequence * draft.num_attention_heads + DTYPE_BYTES[own.dtype] * draft.qkv_size
+    later = round(later_attention_bytes(draft, sequence, DTYPE_BYTES[own.dtype]))
     logits = max(LOGIT_COPIES * labels, head_bytes(draft, tokens, parallel))
     working = draft_steps * (saved + labels) + (draft_steps - 1) * tokens * later + logits
     return DraftBytes(3 * weights + 2 * moments + compiler, working, weights)

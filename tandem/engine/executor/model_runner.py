@@ -162,12 +162,11 @@ class ModelRunner:
         """Lets the rows whose draft tokens were rejected go on from their states after the last accepted one."""
         if not self._draft_rows or not step.drafts or step.selected is None:
             return
-        accepted, copies, at = {row: count for row, _, count in verified}, [], 0
+        accepted, at = {row: count for row, _, count in verified}, 0
         for row, draft in zip(step.selected.rows, step.drafts, strict=True):
             if draft and accepted[row] < len(draft):
-                copies.append(BlockCopy(self._draft_rows[at + accepted[row]], row))
+                self._state_copies.append(BlockCopy(self._draft_rows[at + accepted[row]], row))
             at += len(draft)
-        self._state_copies += copies
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""

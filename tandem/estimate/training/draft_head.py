@@ -38,8 +38,8 @@ def stage_bytes(target: ModelShapes, head: Eagle3Shapes, steps: int, layout: Tra
     size, trained, table = DTYPE_BYTES[trainer.dtype], head.trained, head.own_embedding * head.layer.vocab_size * head.layer.hidden_size
     weights = weight_bytes(target, trainer.dtype) + size * (parameter_count(trained) + table)
     states = each * target.hidden_size * tokens
-    saved = tokens * steps * (_of_position(head, layout) + 4 * head.draft_vocab_size) + tokens * (steps - 1) * _of_later_attention(head, layout)
-    saved += AUX_LAYERS * states
+    saved = tokens * steps * (_of_position(head, layout) + 4 * head.draft_vocab_size)
+    saved += tokens * (steps - 1) * later_attention_bytes(head.layer, layout.sequence, each) + AUX_LAYERS * states
     logits = 4 * tokens * head.draft_vocab_size
     # What the forward pass holds beside what is saved: the target's states and a layer of it, or the last distribution while it is made, and later the logits.
     forward = (1 + AUX_LAYERS) * states + max(LABEL_COPIES - 1, LOGIT_COPIES) * logits
@@ -64,8 +64,7 @@ def _of_position(head: Eagle3Shapes, layout: TrainingLayout) -> float:
     return whole_bytes(head.layer, 0, layout).of_rank(layout) + end_bytes(head.layer, layout) + 3 * size
 
 
-def _of_later_attention(head: Eagle3Shapes, layout: TrainingLayout) -> float:
+def later_attention_bytes(layer: ModelShapes, sequence: int, element: int) -> float:
     """Returns the bytes that attention saves beside that for one token from the second position on, where it is written out: the shares of all tokens of its
-    sequence before and after they are arranged for the product with the values, and queries, keys and values arranged by heads."""
-    layer, scores = head.layer, layout.sequence * head.layer.num_attention_heads
-    return 4.0 * 2 * scores + element_bytes(layout) * layer.qkv_size
+    ``sequence`` before and after they are arranged for the product with the values, and queries, keys and values, of ``element`` bytes a number, by heads."""
+    return 4.0 * 2 * sequence * layer.num_attention_heads + element * layer.qkv_size
