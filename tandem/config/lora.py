@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.types.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.config.recipe import Recipe
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
@@ -56,3 +59,27 @@ class LoraConfig:
                 raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join(supported)}")
             if self.target_modules.count(name) > 1:
                 raise UserError(f"'trainer.lora.target_modules' has '{name}' twice; name each once")
+
+
+def check_rollout_lora(recipe: "Recipe") -> None:
+    """Checks what adapters cannot be combined with in a run with rollouts."""
+    if recipe.trainer.lora is None:
+        return
+    if recipe.has_shared_critic:
+        raise UserError("'critic.shared' is true, which trains the actor's trunk for the critic too, and trainer.lora leaves it as it is; set it to false")
+    engine = recipe.rollout.engine
+    if recipe.trainer.lora.quantization != "none" and engine.tensor_parallel_size > 1 and not engine.deterministic:
+        raise UserError(
+            f"'rollout.engine.deterministic' is false with tensor_parallel_size {engine.tensor_parallel_size} and trainer.lora.quantization "
+            f"'{recipe.trainer.lora.quantization}', whose groups of columns would be divided between the engine's ranks; leave deterministic out"
+        )
+    if recipe.trainer.lora.quantization != "none" and recipe.rollout.engine.quantization is not None:
+        raise UserError(
+            f"'rollout.engine.quantization' is '{recipe.rollout.engine.quantization}', and the engine quantizes as trainer.lora.quantization "
+            f"'{recipe.trainer.lora.quantization}' says; remove the key"
+        )
+    if recipe.reference.follows:
+        raise UserError(
+            f"'reference.update' is '{recipe.reference.update}' and with trainer.lora the reference is the model without its adapter, which nothing changes; "
+            "set it to never"
+        )

@@ -1,7 +1,7 @@
 """Section ``pods``: how many pods draw the samples of a run, and who starts them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.coordination import CoordinationConfig
@@ -9,6 +9,9 @@ from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.parallel import ParallelConfig, how_to_divide, pods_of_a_replica
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.config.recipe import Recipe
 
 _OF_TLS = ("tls_cert_file", "tls_key_file", "tls_ca_file")
 _OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file", *_OF_TLS)
@@ -174,3 +177,27 @@ def check_joining_pods(pods: PodsConfig, coordination: CoordinationConfig, run_n
         raise UserError(f"{given}, which reach no 'embedded' store; set coordination.store to etcd")
     if not run_name:
         raise UserError(f"{given}, which find a run by its name; set run.name")
+
+
+def check_pods(recipe: "Recipe") -> None:
+    """Checks that every worker of every pod has something to draw, and that the pods have what they compute on."""
+    workers, prompts = recipe.pods.count * recipe.rollout.workers, recipe.rollout.prompts_per_step
+    if recipe.pods.count > 1 and workers > prompts:
+        raise UserError(
+            f"'pods.count' is {recipe.pods.count} with rollout.workers {recipe.rollout.workers} each, and rollout.prompts_per_step is {prompts}; the samples "
+            f"of a prompt stay on one worker, so {workers - prompts} would have nothing to do: lower one of the two or raise prompts_per_step"
+        )
+    if recipe.pods.count > 1 and recipe.machine.device == "cuda":
+        raise UserError(
+            f"'pods.count' is {recipe.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set "
+            "rollout.workers, which has GPUs for each, and pods.count to 1"
+        )
+    if recipe.pods.trainer_count > 1:
+        check_trainer_pods(recipe.pods, recipe.parallel)
+    if recipe.pods.trainer_count > 1 and recipe.trainer.backend != "tandem":
+        raise UserError(
+            f"'pods.trainer_count' is {recipe.pods.trainer_count} with trainer.backend {recipe.trainer.backend}, whose ranks are in one pod in this version; "
+            "set pods.trainer_count to 1"
+        )
+    if recipe.pods.may_join:
+        check_joining_pods(recipe.pods, recipe.coordination, recipe.run.name)

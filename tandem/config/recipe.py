@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from tandem.config.agent import check_agent
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.backends import check_backends, with_backend_defaults
 from tandem.config.bundled import recipe_file
@@ -18,14 +19,15 @@ from tandem.config.evaluation import EvaluationConfig
 from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import apply_overrides, build, read_yaml
+from tandem.config.lora import check_rollout_lora
 from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
-from tandem.config.pods import PodsConfig, check_joining_pods, check_trainer_pods
+from tandem.config.pods import PodsConfig, check_pods
 from tandem.config.pretrain import PretrainRecipe, with_joining_pods
 from tandem.config.ray import RayConfig
-from tandem.config.reference import ReferenceConfig
+from tandem.config.reference import ReferenceConfig, check_reference
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.reward_model import RewardModelConfig
@@ -34,12 +36,12 @@ from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
-from tandem.config.task import VERIFIERS, TaskConfig
+from tandem.config.staleness import check_one_step_off, check_partial
+from tandem.config.task import TaskConfig, check_environment
 from tandem.config.traces import TracesConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.transformers_module import check_transformers_module, of_rollouts
-from tandem.config.unread import refuse_unread
 from tandem.config.watchdog import WatchdogConfig
 from tandem.types.errors import UserError
 
@@ -114,8 +116,9 @@ class Recipe:
         if (self.rollout.multi_turn is None) != (not self.task.tools) and not (self.task.tools and self.rollout.agent):
             given, missing = ("rollout.multi_turn", "task.tools") if self.rollout.multi_turn else ("task.tools", "rollout.multi_turn")
             raise UserError(f"'{given}' is given and '{missing}' is not; episodes need both the tools and the section (an empty one uses the defaults)")
-        self._check_pods()
-        self._check_agent()
+        check_pods(self)
+        check_environment(self)
+        check_agent(self)
         if self.task.name == "programs" and (reading := [function.label for function in self.rewards.composition if function.function in COMPARING]):
             raise UserError(
                 f"reward function '{reading[0]}' compares texts, and task 'programs' has tests in place of an answer; write function: code_executor with "
@@ -133,9 +136,9 @@ class Recipe:
             raise UserError(
                 f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
             )
-        self._check_reference()
-        self._check_partial()
-        self._check_one_step_off()
+        check_reference(self)
+        check_partial(self)
+        check_one_step_off(self)
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()
@@ -149,7 +152,7 @@ class Recipe:
         check_transformers_module(self.model, self.trainer, self.parallel, of_rollouts(self))
         self._check_tiers()
         self.trainer.check_share_prompts(self.parallel.context)
-        self._check_lora()
+        check_rollout_lora(self)
 
     def _check_tiers(self) -> None:
         """Checks that the ranks reach what the tiers of checkpoints before the run's folder are written to."""
@@ -161,86 +164,6 @@ class Recipe:
                     "version; leave it out"
                 )
 
-    def _check_lora(self) -> None:
-        if self.trainer.lora is None:
-            return
-        if self.has_shared_critic:
-            raise UserError("'critic.shared' is true, which trains the actor's trunk for the critic too, and trainer.lora leaves it as it is; set it to false")
-        engine = self.rollout.engine
-        if self.trainer.lora.quantization != "none" and engine.tensor_parallel_size > 1 and not engine.deterministic:
-            raise UserError(
-                f"'rollout.engine.deterministic' is false with tensor_parallel_size {engine.tensor_parallel_size} and trainer.lora.quantization "
-                f"'{self.trainer.lora.quantization}', whose groups of columns would be divided between the engine's ranks; leave deterministic out"
-            )
-        if self.trainer.lora.quantization != "none" and self.rollout.engine.quantization is not None:
-            raise UserError(
-                f"'rollout.engine.quantization' is '{self.rollout.engine.quantization}', and the engine quantizes as trainer.lora.quantization "
-                f"'{self.trainer.lora.quantization}' says; remove the key"
-            )
-        if self.reference.follows:
-            raise UserError(
-                f"'reference.update' is '{self.reference.update}' and with trainer.lora the reference is the model without its adapter, which nothing changes; "
-                "set it to never"
-            )
-
-    def _check_agent(self) -> None:
-        """Checks what episodes of an agent cannot be combined with."""
-        rollout = self.rollout
-        self._check_environment()
-        if rollout.agent is None:
-            if any(function.function == "agent" for function in self.rewards.functions):
-                raise UserError("reward function 'agent' is the number that an agent returned, and section 'rollout.agent' is not given; name another function")
-            return
-        if rollout.multi_turn is not None:
-            raise UserError("'rollout.agent' with rollout.multi_turn: an agent runs its tools itself; remove one of the two")
-        if rollout.budget_tokens:
-            raise UserError(
-                "'rollout.budget_tokens' with rollout.agent: an episode cannot wait in the replay buffer between two requests; remove one of the two"
-            )
-        if self.algorithm.learns_from_pairs:
-            raise UserError("'rollout.agent' with algorithm.name online_dpo: an episode may have several branches, and a pair has one; use grpo")
-        if rollout.agent.timeout_s >= self.machine.call_deadline_s:
-            raise UserError(
-                f"'rollout.agent.timeout_s' is {rollout.agent.timeout_s:g} and machine.call_deadline_s {self.machine.call_deadline_s:g}, after which a whole "
-                "rollout counts as stuck; lower timeout_s or raise call_deadline_s"
-            )
-        if self.reward_model.path:
-            raise UserError("'rollout.agent' with section 'reward_model', which reads one token sequence, and an episode may have several; remove one of them")
-
-    def _check_pods(self) -> None:
-        """Checks that every worker of every pod has something to draw, and that the pods have what they compute on."""
-        workers, prompts = self.pods.count * self.rollout.workers, self.rollout.prompts_per_step
-        if self.pods.count > 1 and workers > prompts:
-            raise UserError(
-                f"'pods.count' is {self.pods.count} with rollout.workers {self.rollout.workers} each, and rollout.prompts_per_step is {prompts}; the samples "
-                f"of a prompt stay on one worker, so {workers - prompts} would have nothing to do: lower one of the two or raise prompts_per_step"
-            )
-        if self.pods.count > 1 and self.machine.device == "cuda":
-            raise UserError(
-                f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set "
-                "rollout.workers, which has GPUs for each, and pods.count to 1"
-            )
-        if self.pods.trainer_count > 1:
-            check_trainer_pods(self.pods, self.parallel)
-        if self.pods.trainer_count > 1 and self.trainer.backend != "tandem":
-            raise UserError(
-                f"'pods.trainer_count' is {self.pods.trainer_count} with trainer.backend {self.trainer.backend}, whose ranks are in one pod in this version; "
-                "set pods.trainer_count to 1"
-            )
-        if self.pods.may_join:
-            check_joining_pods(self.pods, self.coordination, self.run.name)
-
-    def _check_environment(self) -> None:
-        """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""
-        is_environment, functions = self.task.name.startswith(VERIFIERS), [function.function for function in self.rewards.composition]
-        if "verifiers" in functions and not is_environment:
-            raise UserError(f"reward function 'verifiers' is that of a task verifiers:NAME, and 'task.name' is '{self.task.name}'; name another function")
-        if "verifiers" in functions and self.rollout.agent is not None:
-            raise UserError("reward function 'verifiers' reads a completion, and 'rollout.agent' plays episodes; name 'agent', which reads what they are worth")
-        if is_environment and "task" in functions:
-            own = "agent" if self.rollout.agent is not None else "verifiers"
-            raise UserError(f"task '{self.task.name}' is scored by its environment, not by 'task'; set rewards.functions to [{{function: {own}}}]")
-
     def _check_needs(self) -> None:
         """Checks that the models that reward functions need are there."""
         for function in self.rewards.composition:
@@ -249,87 +172,6 @@ class Recipe:
                 raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
             if "reward_model" in function.needs and not self.reward_model.path:
                 raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")
-
-    def _check_reference(self) -> None:
-        """Checks that a reference that follows the actor is there, changes, and holds what it is given."""
-        reference, algorithm, trainer = self.reference, self.algorithm, self.trainer
-        if algorithm.name == "distillation" and not reference.path:
-            raise UserError("'algorithm.name' is 'distillation' and there is no teacher; name its folder in 'reference.path'")
-        if reference.path and not algorithm.needs_reference:
-            raise UserError(
-                f"'reference.path' is '{reference.path}' and algorithm.kl_coef is 0, so there is no reference; set it above 0, algorithm.name to "
-                "distillation, or remove section 'reference'"
-            )
-        if not reference.follows:
-            return
-        given = f"'reference.update' is '{reference.update}'"
-        if not algorithm.needs_reference:
-            raise UserError(f"{given} and algorithm.kl_coef is 0, so there is no reference; set it above 0, or remove section 'reference'")
-        if reference.every_steps >= self.run.max_steps:
-            raise UserError(
-                f"'reference.every_steps' is {reference.every_steps} and run.max_steps {self.run.max_steps}, so that no step has an updated reference; "
-                "lower it, or set reference.update to never"
-            )
-        is_one_update = algorithm.minibatches * algorithm.epochs == 1
-        if (reference.update, reference.every_steps, is_one_update, algorithm.learns_from_pairs) == ("copy", 1, True, False):
-            raise UserError(
-                f"{given} with reference.every_steps 1: each step would begin with a reference that equals the actor, and its only update has a KL of 0; "
-                "raise reference.every_steps, algorithm.minibatches or algorithm.epochs"
-            )
-        if reference.update == "ema" and trainer.dtype not in ("float32", "float64"):
-            raise UserError(
-                f"{given} and trainer.dtype '{trainer.dtype}', in which a small step of a mean is rounded away; set trainer.dtype to float32, or "
-                "reference.update to copy"
-            )
-        if trainer.router_bias_rate:
-            raise UserError(
-                f"{given} and trainer.router_bias_rate is {trainer.router_bias_rate:g}: the biases of a router are no weights, so the reference would not "
-                "have them; set it to 0, or reference.update to never"
-            )
-
-    def _check_one_step_off(self) -> None:
-        """Checks what a rollout beside the training cannot be combined with."""
-        given = f"'rollout.max_staleness' is {self.rollout.max_staleness}"
-        if not self.rollout.max_staleness:
-            return
-        if self.rollout.budget_tokens:
-            raise UserError(
-                f"{given} with rollout.budget_tokens: the tokens of a sample that waits in the replay buffer grow older than that; remove one of the two"
-            )
-        if self.residents.plan not in ("auto", "keep"):
-            raise UserError(
-                f"{given} and residents.plan is '{self.residents.plan}': trainer and rollout work at the same time, so both stay in memory; set "
-                "residents.plan to keep or auto, or rollout.max_staleness to 0"
-            )
-        if self.has_rounds and self.rewards_need_models:
-            raise UserError(
-                f"{given} with algorithm.filter_groups and rewards that other models give (section 'reward_model', or 'needs' of a reward function): a round "
-                "that is drawn beside the training cannot wait for the trainer's models; remove one of the three"
-            )
-        self._check_old_tokens("rollout.max_staleness")
-
-    def _check_old_tokens(self, key: str) -> None:
-        """Checks that tokens of older weights, which setting ``key`` brings, count with the probability that they were drawn with."""
-        algorithm = self.algorithm
-        if algorithm.old_logprobs == "recompute" and algorithm.tis_cap is None and not self.rollout.mask_off_policy:
-            mask = ", rollout.mask_off_policy to true," if self.rollout.budget_tokens else ""
-            raise UserError(
-                f"'{key}' with algorithm.old_logprobs recompute: tokens of older weights would count as if the newest had drawn them; set "
-                f"algorithm.tis_cap (2.0 is usual){mask} or algorithm.old_logprobs to rollout"
-            )
-
-    def _check_partial(self) -> None:
-        """Checks what partial rollouts cannot be combined with."""
-        rollout, algorithm = self.rollout, self.algorithm
-        if not rollout.budget_tokens:
-            return
-        if algorithm.filter_groups is not None:
-            reason = "with rollout.budget_tokens a round begins as many groups as the step lacks"
-            refuse_unread("algorithm.filter_groups", algorithm.filter_groups, reason, "gen_batch_size")
-        if algorithm.learns_from_pairs:
-            reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"
-            refuse_unread("rollout", rollout, reason, "mask_off_policy")
-        self._check_old_tokens("rollout.budget_tokens")
 
     @property
     def ranks_here(self) -> int:

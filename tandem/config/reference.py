@@ -1,11 +1,14 @@
 """Section ``reference``: the model that the KL divergence is measured to, and how it follows the actor."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tandem.config.limits import check_at_least_one
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.config.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +48,41 @@ class ReferenceConfig:
         check_at_least_one("reference", self, "every_steps")
         if not 0 < self.mixup_alpha < 1:
             raise UserError(f"'reference.mixup_alpha' is {self.mixup_alpha}; it must be above 0 and below 1 (1 is reference.update copy)")
+
+
+def check_reference(recipe: "Recipe") -> None:
+    """Checks that a reference that follows the actor is there, changes, and holds what it is given."""
+    reference, algorithm, trainer = recipe.reference, recipe.algorithm, recipe.trainer
+    if algorithm.name == "distillation" and not reference.path:
+        raise UserError("'algorithm.name' is 'distillation' and there is no teacher; name its folder in 'reference.path'")
+    if reference.path and not algorithm.needs_reference:
+        raise UserError(
+            f"'reference.path' is '{reference.path}' and algorithm.kl_coef is 0, so there is no reference; set it above 0, algorithm.name to "
+            "distillation, or remove section 'reference'"
+        )
+    if not reference.follows:
+        return
+    given = f"'reference.update' is '{reference.update}'"
+    if not algorithm.needs_reference:
+        raise UserError(f"{given} and algorithm.kl_coef is 0, so there is no reference; set it above 0, or remove section 'reference'")
+    if reference.every_steps >= recipe.run.max_steps:
+        raise UserError(
+            f"'reference.every_steps' is {reference.every_steps} and run.max_steps {recipe.run.max_steps}, so that no step has an updated reference; "
+            "lower it, or set reference.update to never"
+        )
+    is_one_update = algorithm.minibatches * algorithm.epochs == 1
+    if (reference.update, reference.every_steps, is_one_update, algorithm.learns_from_pairs) == ("copy", 1, True, False):
+        raise UserError(
+            f"{given} with reference.every_steps 1: each step would begin with a reference that equals the actor, and its only update has a KL of 0; "
+            "raise reference.every_steps, algorithm.minibatches or algorithm.epochs"
+        )
+    if reference.update == "ema" and trainer.dtype not in ("float32", "float64"):
+        raise UserError(
+            f"{given} and trainer.dtype '{trainer.dtype}', in which a small step of a mean is rounded away; set trainer.dtype to float32, or "
+            "reference.update to copy"
+        )
+    if trainer.router_bias_rate:
+        raise UserError(
+            f"{given} and trainer.router_bias_rate is {trainer.router_bias_rate:g}: the biases of a router are no weights, so the reference would not "
+            "have them; set it to 0, or reference.update to never"
+        )

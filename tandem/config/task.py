@@ -3,10 +3,13 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.config.recipe import Recipe
 
 BUILT_IN_TASKS = ("sort", "addition", "programs", "dataset")
 REASONING_GYM = "reasoning_gym:"
@@ -151,3 +154,15 @@ class TaskConfig:
             raise UserError(f"'task.min_digits' is {low}; for task {self.name} it must be from {least} to {most}")
         if not low <= high <= most:
             raise UserError(f"'task.max_digits' is {high}; it must be from task.min_digits ({low}) to {most}")
+
+
+def check_environment(recipe: "Recipe") -> None:
+    """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""
+    is_environment, functions = recipe.task.name.startswith(VERIFIERS), [function.function for function in recipe.rewards.composition]
+    if "verifiers" in functions and not is_environment:
+        raise UserError(f"reward function 'verifiers' is that of a task verifiers:NAME, and 'task.name' is '{recipe.task.name}'; name another function")
+    if "verifiers" in functions and recipe.rollout.agent is not None:
+        raise UserError("reward function 'verifiers' reads a completion, and 'rollout.agent' plays episodes; name 'agent', which reads what they are worth")
+    if is_environment and "task" in functions:
+        own = "agent" if recipe.rollout.agent is not None else "verifiers"
+        raise UserError(f"task '{recipe.task.name}' is scored by its environment, not by 'task'; set rewards.functions to [{{function: {own}}}]")
