@@ -44,6 +44,7 @@ from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.model.model_source import find_model, hold_model
 from tandem.model.multi_token import load_predictor
+from tandem.runtime.machine.heap import freed_memory_kept
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
@@ -318,7 +319,9 @@ class LLM:
                 self._requests += 1
                 add(i, name)
                 names.append(name)
-            return self._run(names, on_progress)
+            # Short calls follow each other, and would return memory only to ask for it again.
+            with freed_memory_kept(gives_back=False):
+                return self._run(names, on_progress)
         except BaseException:
             for name in names:
                 self.engine.abort(name)

@@ -66,13 +66,17 @@ def select(
 
 
 def why_reference(choice: KernelChoice, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns why ``select`` took the reference for ``auto``, where faster kernels exist for ``dtype`` and ``device``; empty if it did not."""
+    """Returns why ``select`` took the reference for ``auto``, where faster kernels exist for ``device`` and ``dtype``, or for fp32 in place of a 16-bit
+    ``dtype``; empty if it did not."""
     if choice != "auto" or kernels.name != "reference":
         return ""
     if device.type == "cuda":
         from tandem.kernels import triton
 
         why = f"kernels triton: {triton.missing()}" if dtype != torch.float64 else ""
+    elif dtype in (torch.bfloat16, torch.float16):
+        given, instead = ("float16", "float32") if dtype == torch.float16 else ("bfloat16", "float32 with precision bf16")
+        return f"kernels cpu compute in float32 and not in {given}; using torch's products (kernels reference), which are slow: {instead} is faster"
     else:
         from tandem.kernels import cpu
 

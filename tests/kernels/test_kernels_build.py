@@ -142,6 +142,7 @@ def test_a_run_is_told_why_it_computes_with_the_reference(monkeypatch: pytest.Mo
     assert why_reference("auto", select("auto"), torch.float32, here) == ""
     assert why_reference("auto", select("auto", torch.float64), torch.float64, here) == ""
     assert why_reference("reference", select("reference"), torch.float32, here) == ""
+    assert "float32 with precision bf16 is faster" in why_reference("auto", select("auto", torch.bfloat16), torch.bfloat16, here)
     monkeypatch.setattr(build.shutil, "which", lambda program: None)
     for cached in (cpu._load, cpu._load_or_none):
         monkeypatch.setattr(cpu, cached.__wrapped__.__name__, cached.__wrapped__)

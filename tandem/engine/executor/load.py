@@ -10,7 +10,7 @@ import torch
 from tandem.config.engine import AttentionBackend
 from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
-from tandem.kernels import KernelChoice, select
+from tandem.kernels import KernelChoice, select, why_reference
 from tandem.kernels.mixed import Precision, emulation_note, in_precision
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.decoder import Decoder
@@ -71,6 +71,8 @@ def load_decoder(
     plain = select(kernels, dtype, device, deterministic, attention)
     if group is None or group.shard_spec.rank == 0:
         _note_once(emulation_note(precision, device, plain, "here"))
+        # Why there are no kernels for fp32 is logged where they are loaded.
+        _note_once("" if dtype == torch.float32 else why_reference(kernels, plain, dtype, device))
     chosen = in_precision(plain, precision, device)
     ranks = () if group is None else (group.shard_spec.size, group.shard_spec.deterministic)
     stored = check_quantization(model, quantization, *ranks)

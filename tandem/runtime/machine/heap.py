@@ -14,15 +14,17 @@ the next tensor of its size (glibc bug 14581, fixed in 2.38) and the heap grows 
 memory. Measured on two ranks of 106M parameters, ZeRO 3: a peak of 2,618 MiB instead of 3,866 MiB, and a third less time in page faults."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
+_AFTERWARDS = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+"""The largest thresholds that glibc adapts to by itself (``mallopt(3)``), as it does where large tensors are freed; it no longer adapts those that were set."""
 _LARGE_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
+def freed_memory_kept(gives_back: bool = True) -> Iterator[None]:
     """Makes this process reuse freed memory instead of returning it to the system, inside the context: a training step frees and allocates the
-    same activations, and page faults on new pages were measured as 3 to 8 % of its time. At the end glibc's defaults are restored and free
-    memory is returned. Does nothing without glibc."""
+    same activations, and page faults on new pages were measured as 3 to 8 % of its time; so does an engine's step, above all the logits. At the end
+    glibc's thresholds are set again, and free memory is returned: at once, or without ``gives_back`` what is above 64 MiB when the next large block
+    is freed. Does nothing without glibc."""
     mallopt = _mallopt()
     if mallopt is None:
         yield
@@ -32,9 +34,10 @@ def freed_memory_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in _DEFAULTS.items():
+        for name, value in _AFTERWARDS.items():
             mallopt(name, value)
-        give_back()
+        if gives_back:
+            give_back()
 
 
 @contextlib.contextmanager

@@ -60,6 +60,22 @@ void multiply_slabs(int64_t m, int64_t n, int64_t pairs, const Left& left, bool 
   }
 }
 
+// The gates of gate_up[rows, 2 inner], rounded, as pairs: a row's numbers stay in the first-level cache between.
+void gate_pairs(const float* gate_up, int64_t rows, int64_t inner, int activation, float* pairs) {
+  const int64_t each = pair_count(inner);
+  const int threads = threads_for(rows * inner * 16);
+  Failure failure;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r)
+    failure.guard([&] {
+      thread_local Scratch memory;
+      float* gates = memory.floats(inner);
+      gate_mul(gate_up + r * 2 * inner, 1, inner, activation, gates);
+      narrow_row(gates, inner, reinterpret_cast<uint16_t*>(pairs + r * each));
+    });
+  failure.raise();
+}
+
 }  // namespace
 
 void narrow_rows(const float* x, int64_t m, int64_t k, float* pairs) {
@@ -127,14 +143,12 @@ int tandem_bf16_gated_mlp(const float* x, const float* gate_up, const float* gat
   return or_out_of_memory([&] {
     thread_local Scratch memory;
     const int64_t at_once = std::min(m, ROW_CHUNK * threads_for(m * hidden * inner));
-    float *both = memory.floats(at_once * (3 * inner + std::max(pair_count(inner), pair_count(hidden)))), *gated = both + at_once * 2 * inner;
-    float* pairs = gated + at_once * inner;
+    float *both = memory.floats(at_once * (2 * inner + std::max(pair_count(inner), pair_count(hidden)))), *pairs = both + at_once * 2 * inner;
     for (int64_t first = 0; first < m; first += at_once) {
       const int64_t rows = std::min(at_once, m - first);
       narrow_rows(x + first * hidden, rows, hidden, pairs);
       multiply_pairs(pairs, rows, {gate_up, true, 2 * inner, hidden}, gate_up_bias, rounds != 0, both);
-      gate_mul(both, rows, inner, activation, gated);
-      narrow_rows(gated, rows, inner, pairs);
+      gate_pairs(both, rows, inner, activation, pairs);
       multiply_pairs(pairs, rows, {down, true, hidden, inner}, down_bias, rounds != 0, out + first * hidden);
     }
   });

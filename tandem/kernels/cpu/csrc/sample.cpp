@@ -17,11 +17,11 @@ struct RowMemory {
 
 // The first token, in order, whose cumulative weight exceeds uniform times the total.
 int64_t draw(const float* weights, int64_t width, double uniform, std::vector<double>& cumulative) {
-  cumulative.clear();
+  cumulative.resize(static_cast<size_t>((width + LANES - 1) / LANES));
   double total = 0.0;
   each_vector(width, [&](int64_t i, int n) {
     total += static_cast<double>(sum(get(weights + i, n)));
-    cumulative.push_back(total);
+    cumulative[static_cast<size_t>(i / LANES)] = total;
   });
   const double threshold = uniform * total;
   const auto at = std::upper_bound(cumulative.begin(), cumulative.end(), threshold);
@@ -40,9 +40,8 @@ int64_t draw(const float* weights, int64_t width, double uniform, std::vector<do
   return last - 1;
 }
 
-int64_t first_highest(const float* logits, int64_t width) {
-  const float highest = highest_logit(logits, width);
-  const float* at = std::find(logits, logits + width, highest);
+int64_t first_of(float logit, const float* logits, int64_t width) {
+  const float* at = std::find(logits, logits + width, logit);
   return at == logits + width ? 0 : at - logits;
 }
 
@@ -52,29 +51,22 @@ struct Drawn {
 };
 
 Drawn sample_row(const float* logits, int64_t width, float temperature, const Filters& filters, double uniform, RowMemory& memory) {
-  const Softmax one = softmax(logits, width, 1.0f);
+  const float most = highest_logit(logits, width);
   if (temperature == 0.0f) {
-    const int64_t token = first_highest(logits, width);
-    return {token, one.logprob(logits[token]), 0.0f};
+    const int64_t token = first_of(most, logits, width);
+    return {token, softmax(logits, width, 1.0f, most).logprob(logits[token]), 0.0f};
   }
-  const float scale = 1.0f / temperature;
-  const V by = set1(scale), shift = set1(one.highest * scale);
   float* weights = memory.weights.floats(width + LANES);
-  V total = zero();
-  const auto weigh = [&](int64_t i, int n) {
-    const V e = exp_shifted(logits, i, n, by, shift);
-    total = add(total, e);
-    put(weights + i, e, n);
-  };
-  each_vector(width, weigh);
+  Softmax tempered = softmax(logits, width, 1.0f / temperature, most, weights);
+  const Softmax one = temperature == 1.0f ? tempered : softmax(logits, width, 1.0f, most);
   if (filters.any(width)) {
     filter(logits, weights, width, filters, memory.filtering);
-    total = zero();
+    V total = zero();
     each_vector(width, [&](int64_t i, int n) { total = add(total, get(weights + i, n)); });
+    tempered.sum = sum(total);
+    tempered.log_sum = log_of(tempered.sum);
   }
   const int64_t token = draw(weights, width, uniform, memory.cumulative);
-  const float all = sum(total);
-  const Softmax tempered = {scale, one.highest * scale, all, log_of(all)};
   return {token, one.logprob(logits[token]), tempered.logprob(logits[token])};
 }
 

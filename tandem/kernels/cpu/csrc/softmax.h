@@ -26,11 +26,18 @@ INLINE V exp_shifted(const float* logits, int64_t i, int n, V scale, V highest) 
 
 INLINE float log_of(float sum) { return static_cast<float>(std::log(static_cast<double>(sum))); }
 
-INLINE Softmax softmax(const float* logits, int64_t width, float scale) {
-  const float highest = highest_logit(logits, width) * scale;
+// `most`: the highest logit. `weights`, where given, receive exp(z_i - m).
+INLINE Softmax softmax(const float* logits, int64_t width, float scale, float most, float* weights = nullptr) {
+  const float highest = most * scale;
   const V by = set1(scale), shift = set1(highest);
   V total = zero();
-  each_vector(width, [&](int64_t i, int n) { total = add(total, exp_shifted(logits, i, n, by, shift)); });
+  each_vector(width, [&](int64_t i, int n) {
+    const V e = exp_shifted(logits, i, n, by, shift);
+    total = add(total, e);
+    if (weights) put(weights + i, e, n);
+  });
   const float all = sum(total);
   return {scale, highest, all, log_of(all)};
 }
+
+INLINE Softmax softmax(const float* logits, int64_t width, float scale) { return softmax(logits, width, scale, highest_logit(logits, width)); }
