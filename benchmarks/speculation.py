@@ -48,6 +48,7 @@ TARGET = 0.98
 
 
 def engine_of(kind: str | None, strength: float, folders: tuple[Path, Path]) -> Engine:
+    # One model for all engines: two equal ones in other pages differ by up to a tenth.
     model, small = pair(strength)
     settings = EngineSettings(SHAPES.max_position_embeddings, 1024, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
     if kind is None:

@@ -5,6 +5,7 @@ others change what passes through them by little, as the later layers of a train
 takes a few minutes, and kept in the work folder under a name that changes with what it is made of.
 """
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, replace
@@ -43,6 +44,7 @@ HEAD = {
 }
 
 
+@functools.cache
 def pair(strength: float) -> tuple[Decoder, Decoder]:
     """The model and its draft, which is its first layer. ``strength``: the scale of the outputs of the others."""
     model = Decoder(SHAPES, select("auto"))

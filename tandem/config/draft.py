@@ -39,6 +39,16 @@ def check_draft_steps(section: str, value: int) -> None:
         raise UserError(f"'{section}.draft_steps' is {value}; it must be from 1 to {MOST_DRAFT_STEPS}")
 
 
+def check_predictor_of(recipe: "Recipe") -> None:
+    """Raises ``UserError`` where the engine drafts by multi-token prediction and the run creates its model, which has no layer of it."""
+    speculative = recipe.rollout.engine.speculative_config
+    if speculative is not None and speculative.method == "mtp" and recipe.model.create is not None:
+        raise UserError(
+            "'rollout.engine.speculative_config.method' is 'mtp' and section 'model.create' makes a model with no layer of multi-token prediction; choose "
+            "method 'ngram', 'suffix' or 'draft', or name a model that has one in model.path"
+        )
+
+
 def check_trained_draft(recipe: "Recipe") -> None:
     """Raises ``UserError`` for the first key that a head trained beside the policy cannot be combined with."""
     if recipe.draft is None:

@@ -14,7 +14,7 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.cluster import ClusterConfig
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
-from tandem.config.draft import DraftConfig, check_trained_draft
+from tandem.config.draft import DraftConfig, check_predictor_of, check_trained_draft
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
@@ -147,6 +147,7 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
+        check_predictor_of(self)
         check_trained_draft(self)
         check_backends(self)
         check_transformers_module(self.model, self.trainer, self.parallel, of_rollouts(self))

@@ -16,4 +16,6 @@ def refuse_unread(where: str, section: object, reason: str, *names: str, fix: st
         if field.name in names and value != field.default:
             plain = str(value).lower() if isinstance(value, bool) else value if isinstance(value, int | float) else f"'{value}'"
             remedy = f"{fix}, or remove the key" if fix else "remove the key"
-            raise UserError(f"'{where}.{field.name}' is {plain}, which is not read: {reason}; {remedy}")
+            # A section is not written as its keys are.
+            said = "given" if dataclasses.is_dataclass(value) else plain
+            raise UserError(f"'{where}.{field.name}' is {said}, which is not read: {reason}; {remedy}")

@@ -8,9 +8,9 @@ from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.model_limits import check_kv_cache_dtype
 from tandem.engine.spec_decode.draft_size import DraftSize
-from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
+from tandem.estimate.count_bytes import SAMPLE_BYTES, draft_states, lora_bytes, row_bytes, running_state_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes, state_snapshots
-from tandem.estimate.pod_gpu import cache_tokens_within, draft_states
+from tandem.estimate.pod_gpu import cache_tokens_within
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
@@ -146,7 +146,7 @@ def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int,
     host memory."""
     total = total_bytes()
     needs = {
-        "max_num_seqs": args.max_num_seqs * (row_bytes(max_model_len) + state_bytes(shapes)) + draft_states(shapes, args) * state_bytes(shapes),
+        "max_num_seqs": args.max_num_seqs * row_bytes(max_model_len) + running_state_bytes(shapes, args),
         "kv_cache_tokens": cache_bytes,
         "swap_space": int(args.swap_space * 2**30),
         "max_loras": lora_bytes(shapes, args) if args.enable_lora else 0,

@@ -1,6 +1,7 @@
 """Bytes that grow with the counts of a recipe or an engine: prompts, samples, workers, sequences. Imports no torch."""
 
 from tandem.config.engine import EngineArgs
+from tandem.estimate.model_bytes import state_bytes
 from tandem.layout.shapes import ModelShapes
 
 PROMPT_BYTES, SAMPLE_BYTES, SAMPLED_TOKEN_BYTES = 640, 1400, 130
@@ -26,6 +27,21 @@ def sampled_bytes(prompts: int, group_size: int, max_tokens: int) -> int:
 def row_bytes(max_model_len: int) -> int:
     """Returns the bytes of a row of the engine's input batch, for a sequence of up to ``max_model_len`` tokens."""
     return ROW_BYTES + DRAWN_TOKEN_BYTES * max_model_len + max_model_len // 4
+
+
+def draft_states(shapes: ModelShapes, engine: EngineArgs) -> int:
+    """Returns how many states of linear attention an engine keeps for one step, one after each draft token, so that sequences go on after the last accepted
+    one: at most as many as sequences run."""
+    speculative = engine.speculative_config
+    if shapes.linear_attention is None or speculative is None:
+        return 0
+    wanted = speculative.batch_limit(engine.device.partition(":")[0], engine.max_num_seqs) * speculative.draft_tokens
+    return min(wanted, max(engine.max_num_seqs, speculative.draft_tokens))
+
+
+def running_state_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
+    """Returns the bytes of the states of linear attention of all sequences that run, and of those after draft tokens; 0 where no layer has any."""
+    return (engine.max_num_seqs + draft_states(shapes, engine)) * state_bytes(shapes)
 
 
 def lora_bytes(shapes: ModelShapes, args: EngineArgs) -> int:

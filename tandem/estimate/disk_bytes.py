@@ -1,5 +1,6 @@
 """Bytes of a run's files: what is offloaded, checkpoints and models. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tandem.config.parallel import ParallelConfig
@@ -37,12 +38,10 @@ def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_k
 
 
 def rl_bytes_on_disk(
-    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, *, critic: ModelShapes | None = None, follows: bool = False,
-    draft: ModelShapes | None = None,
+    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, *, beside: Iterable[ModelShapes] = (), follows: bool = False,
 ) -> int:
     """Returns ``run_bytes_on_disk`` of a run of reinforcement learning: its models are the initial, the fine-tuned and the exported one, and of a reference
-    that ``follows`` the actor the one in each checkpoint; a ``critic`` and a ``draft`` head are saved and exported too."""
+    that ``follows`` the actor the one in each checkpoint; models that are trained ``beside`` it are saved and exported too."""
     models = 3 + (checkpoints_kept + 1 if follows else 0)
     own = run_bytes_on_disk(shapes, trainer, checkpoints_kept, models)
-    beside = sum(run_bytes_on_disk(each, trainer, checkpoints_kept, 1) for each in (critic, draft) if each is not None)
-    return own + beside
+    return own + sum(run_bytes_on_disk(each, trainer, checkpoints_kept, 1) for each in beside)

@@ -5,33 +5,35 @@ from typing import NamedTuple
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.model_bytes import DTYPE_BYTES, optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.estimate.processes import COMPILER_BYTES
-from tandem.estimate.training.draft_head import LOGIT_COPIES, later_attention_bytes
-from tandem.estimate.training.layout import layout_of_trainer
-from tandem.estimate.training.rank_memory import saved_by_stage
-from tandem.estimate.training_bytes import head_bytes
+from tandem.estimate.training.draft_head import update_bytes
+from tandem.estimate.training.layout import DraftTraining, layout_of_trainer
+from tandem.estimate.training_bytes import checkpoint_bytes
 from tandem.layout.shapes import ModelShapes
 
 
 class DraftBytes(NamedTuple):
-    """``held`` in every phase: weights, gradients, moments, the staged copy of a checkpoint, and torch's compiler; ``working``: what its update needs
-    besides; ``published``: its share of a weight buffer."""
+    """``held`` by each rank in every phase: weights, gradients, moments, the staged copy of a checkpoint, and torch's compiler; ``working``: what its update
+    needs besides; ``published``: its share of a weight buffer."""
 
     held: int = 0
     working: int = 0
     published: int = 0
 
 
-def draft_bytes(draft: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, draft_steps: int, sequence: int) -> DraftBytes:
-    """Returns the bytes of the head ``draft`` (``Eagle3Shapes.trained``) with micro-batches of ``tokens`` in sequences of up to ``sequence``: what each of the
-    positions of a draft saves for its backward pass with the policy's distributions, and the logits of one (as ``training.draft_head``)."""
+def draft_bytes(
+    policy: ModelShapes, draft: DraftTraining | None, trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, sequence: int, *, on_cpu: bool
+) -> DraftBytes:
+    """Returns the bytes of ``draft`` beside ``policy``, whose hidden states it reads, with micro-batches of ``tokens`` in sequences of up to ``sequence``; none
+    of ``None``."""
+    if draft is None:
+        return DraftBytes()
     own = replace(trainer, recompute="none", offload="none", offload_activations="none", optimizer="adamw", lora=None)
-    weights, moments = weight_bytes(draft, own.dtype), optimizer_bytes(draft, own.optimizer, own.dtype)
-    saved = max(saved_by_stage(draft, layout_of_trainer(own, parallel, tokens)))
-    compiler = 0 if trainer.recompute == "full" else COMPILER_BYTES
-    labels = 4 * tokens * dict(draft.own_parameters)["lm_head.weight"][0]
-    later = round(later_attention_bytes(draft, sequence, DTYPE_BYTES[own.dtype]))
-    logits = max(LOGIT_COPIES * labels, head_bytes(draft, tokens, parallel))
-    working = draft_steps * (saved + labels) + (draft_steps - 1) * tokens * later + logits
-    return DraftBytes(3 * weights + 2 * moments + compiler, working, weights)
+    layout = replace(layout_of_trainer(own, parallel, tokens, on_cpu=on_cpu), sequence=sequence)
+    weights, update = weight_bytes(draft.head.trained, own.dtype), update_bytes(policy, *draft, layout)
+    compiler = COMPILER_BYTES if on_cpu and trainer.recompute != "full" else 0
+    held = 2 * weights + optimizer_bytes(draft.head.trained, own.optimizer, own.dtype) + checkpoint_bytes(draft.head.trained, own)
+    # Products of 16 bits read rounded weights.
+    rounded = 0 if on_cpu or own.precision == "fp32" else weights // 2
+    return DraftBytes(held + compiler, round(update.saved + update.working) + rounded, weights)

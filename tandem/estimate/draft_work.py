@@ -14,6 +14,15 @@ SCORE_PASSES = 20
 normalised, each read and written, and arranged for the product; backward as often, in the other direction."""
 
 
+def draft_passes(target: ModelShapes, steps: int) -> float:
+    """Returns the forward passes of ``target`` that an update of a head of its sizes for ``steps`` positions is worth by its products: the target's own pass,
+    and at each position a layer, forward and backward, the target's logits, and the head's, which are computed again for the backward pass."""
+    head = target.vocab_size * target.hidden_size
+    whole = parameter_count(target) - (0 if target.tie_word_embeddings else head)
+    layer = (whole - head) / target.num_hidden_layers
+    return 1.0 + (steps * (FORWARD_PASSES * layer + (2 + FORWARD_PASSES) * head) - head) / whole
+
+
 def draft_work(target: ModelShapes, draft: DraftTraining, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int) -> Work:
     """Returns the work of one step on ``tokens`` tokens, all of which are learned, in sequences of ``sequence_tokens``: the target's forward pass; at each
     position of a draft the target's distribution, the head's layer forward and backward, and its logits twice; and an update of the head."""

@@ -85,7 +85,7 @@ def predict(
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
     engine_processes: EngineProcesses = FORKED_ENGINE, ranks: int = 0, shares_weights: bool = False,
-    experts_in_mxfp4: bool = False,
+    experts_in_mxfp4: bool = False, engine_bytes: int = 0,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
@@ -95,7 +95,8 @@ def predict(
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
     ``kv_cache_tokens`` and ``engine_processes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
     each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update.
-    ``experts_in_mxfp4``: engines keep the experts in 4 bits, as their folder has them, beside an adapter; nothing replaces them."""
+    ``experts_in_mxfp4``: engines keep the experts in 4 bits, as their folder has them, beside an adapter; nothing replaces them. ``engine_bytes``: what an
+    engine has besides while it generates: states of linear attention, and its draft."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
@@ -103,7 +104,7 @@ def predict(
     # Under ZeRO 3 the ranks' parts are not whole panels of matrices, so that engines that share the buffers pack weights of their own.
     copies = 0 if shares_weights and parallel.zero < 3 else 2
     own = mxfp4_engine_bytes(shapes, trainer.dtype) + mxfp4_load_bytes(shapes, trainer.dtype) if experts_in_mxfp4 else copies * weights
-    engine = engines * (engine_processes.total(engine_ranks) + own + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_processes.total(engine_ranks) + own + kv_cache_bytes + swap_bytes + engine_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (engine_processes.total(engine_ranks) + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 

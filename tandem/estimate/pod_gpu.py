@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.count_bytes import running_state_bytes
+from tandem.estimate.draft_bytes import DraftBytes
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
@@ -13,7 +15,6 @@ from tandem.estimate.model_bytes import (
     held_by_layer,
     held_outside_layers,
     held_parameters,
-    state_bytes,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.estimate.training.layout import layout_of_trainer
@@ -99,6 +100,18 @@ def predict_gpu(
     )
 
 
+def with_draft(parts: GpuParts, head: DraftBytes, engine: Mapping[str, int]) -> GpuParts:
+    """Returns ``parts`` with a draft ``head`` that the trainer trains and keeps where it is, and with what the ``engine`` has of its draft on its first GPU,
+    by what it holds. An engine that sleeps keeps the weights of its draft."""
+    held = {"draft_head": head.held} if head.held else {}
+    working = {"draft_activations": head.working} if head.working else {}
+    idle = {name: size for name, size in engine.items() if "kv_cache" in parts.engine_idle or (parts.engine_idle and name == "draft_weights")}
+    return GpuParts(
+        train={**parts.train, **held, **working}, offload={**parts.offload, **held}, convert={**parts.convert, **held}, idle={**parts.idle, **held},
+        inference={**parts.inference, **held} if parts.inference else {}, engine={**parts.engine, **engine}, engine_idle={**parts.engine_idle, **idle},
+    )  # fmt: skip
+
+
 def _engine_parts(shapes: ModelShapes, trainer: TrainerConfig, engine: EngineArgs, precision: str, kv_cache_tokens: int) -> dict[str, int]:
     """Returns what the engine has on a GPU while it generates."""
     dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
@@ -146,16 +159,5 @@ def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, e
 
 def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
     """Returns the bytes of the activations of a step with all its tokens, of the logits, and of the states of linear attention, on all ranks together."""
-    of_sequence = LOGITS_COPIES * 4 * shapes.vocab_size + state_bytes(shapes)
     tokens = engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes)
-    return tokens + engine.max_num_seqs * of_sequence + draft_states(shapes, engine) * state_bytes(shapes)
-
-
-def draft_states(shapes: ModelShapes, engine: EngineArgs) -> int:
-    """Returns how many states of linear attention an engine keeps for one step, one after each draft token, so that sequences go on after the last accepted
-    one: at most as many as sequences run."""
-    speculative = engine.speculative_config
-    if shapes.linear_attention is None or speculative is None:
-        return 0
-    wanted = speculative.batch_limit(engine.device.partition(":")[0], engine.max_num_seqs) * speculative.draft_tokens
-    return min(wanted, max(engine.max_num_seqs, speculative.draft_tokens))
+    return tokens + engine.max_num_seqs * LOGITS_COPIES * 4 * shapes.vocab_size + running_state_bytes(shapes, engine)

@@ -39,9 +39,9 @@ class RLStep:
     """A step: ``prompts`` x ``group`` completions on ``engines`` engines of ``engine``, and their training in ``training``, whose batch is set here.
 
     ``budget_tokens``: of partial rollouts, 0: off. ``rounds``: of rollout. ``passes``: without gradients, and ``trained``: how many models are trained, all
-    counted as of the actor's size (old log-probabilities, reference, critic, reward model). ``minibatches`` and ``epochs``: of the update.
-    ``micro_batch_tokens``: of a pass. ``held_bytes``: what the trainer holds on a GPU. ``is_ahead``: the samples of the next step are drawn while a step
-    trains."""
+    counted as of the actor's size (old log-probabilities, reference, critic, reward model). ``minibatches`` and ``epochs``: of the update. ``draft_passes``:
+    what an update of a draft head takes, in passes of the actor without gradients. ``micro_batch_tokens``: of a pass. ``held_bytes``: what the trainer holds
+    on a GPU. ``is_ahead``: the samples of the next step are drawn while a step trains."""
 
     prompts: int
     group: int
@@ -56,6 +56,7 @@ class RLStep:
     trained: int = 1
     minibatches: int = 1
     epochs: int = 1
+    draft_passes: float = 0.0
     micro_batch_tokens: int = 8192
     held_bytes: int = 0
     is_ahead: bool = False
@@ -107,7 +108,7 @@ def predict_rl_step(shapes: ModelShapes, hardware: Hardware, step: RLStep) -> RL
         # Both directions of the bus, one after the other.
         switch=0.0 if fits else 2 * step.held_bytes / hardware.host_bandwidth,
         inference=step.passes * forward,
-        training=step.trained * step.epochs * step.minibatches * once,
+        training=step.trained * step.epochs * step.minibatches * once + step.draft_passes * forward,
         longest_tokens=_longest(step),
         tokens=tokens,
         is_ahead=step.is_ahead,

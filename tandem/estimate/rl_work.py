@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.draft_work import draft_work
 from tandem.estimate.time import Work, generation_work, training_work
+from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.shapes import ModelShapes
 
 FORWARD_AND_BACKWARD = 3.0
@@ -15,13 +17,19 @@ FORWARD_AND_BACKWARD = 3.0
 @dataclass(frozen=True, slots=True)
 class RLModels:
     """The shapes of the models of a run: of the ``actor``; of a reference that is not the actor's start, a ``teacher``; of a ``critic`` of its own; of a
-    ``reward_model``; of a ``draft`` head that is trained beside the actor (``None``: there is no such model)."""
+    ``reward_model``; and a ``draft`` head that is trained beside the actor (``None``: there is no such model)."""
 
     actor: ModelShapes
     teacher: ModelShapes | None = None
     critic: ModelShapes | None = None
     reward_model: ModelShapes | None = None
-    draft: ModelShapes | None = None
+    draft: DraftTraining | None = None
+
+    @property
+    def saved_beside(self) -> tuple[ModelShapes, ...]:
+        """The shapes of the models that are trained, saved and exported beside the actor."""
+        head = None if self.draft is None else self.draft.head.trained
+        return tuple(each for each in (self.critic, head) if each is not None)
 
 
 class RLWork(NamedTuple):
@@ -91,6 +99,10 @@ def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_t
     if models.critic is not None:
         inference.append(passes(models.critic, rollout.prompts_per_step, 1))
         training.append(passes(models.critic, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs))
+    if models.draft is not None:
+        # Every sample with its prompt, once.
+        tokens = float(rollout.prompts_per_step * group * length)
+        training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, trainer.micro_batch_tokens))
     if models.reward_model is not None:
         inference.append(passes(models.reward_model, drawn, 1, shared=False))
     sft = recipe.sft

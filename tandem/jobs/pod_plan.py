@@ -12,7 +12,7 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.quantization.formats import has_mxfp4
 from tandem.pod.residents.plan import FIX, PodPlan, plan
-from tandem.pod.rl_models import rl_models
+from tandem.pod.rl_models import engine_draft, rl_models
 from tandem.types import RunError
 from tandem.weight_transfer.sharing import can_share
 
@@ -52,7 +52,7 @@ def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int, is_mxfp4: bo
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
         recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights), kept_here(recipe, shapes),
-        is_mxfp4 and keeps_experts_in_mxfp4(recipe), models.draft, 0 if recipe.draft is None else recipe.draft.draft_steps,
+        is_mxfp4 and keeps_experts_in_mxfp4(recipe), models.draft, engine_draft(recipe, shapes),
     )  # fmt: skip
 
 
@@ -84,5 +84,5 @@ def _checkpoint_bytes(recipe: Recipe, shapes: ModelShapes) -> int:
     """Returns the bytes of a checkpoint of the actor, of a critic of its own, of a draft head that is trained, and of a reference that follows."""
     models, trained = rl_models(recipe, shapes), adapted_shapes(shapes, recipe.trainer.lora)
     followed = weight_bytes(shapes, recipe.trainer.dtype) if recipe.reference.follows else 0
-    beside = sum(checkpoint_bytes(each, recipe.trainer) for each in (models.critic, models.draft) if each is not None)
+    beside = sum(checkpoint_bytes(each, recipe.trainer) for each in models.saved_beside)
     return checkpoint_bytes(trained, recipe.trainer) + beside + followed

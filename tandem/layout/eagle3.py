@@ -9,6 +9,8 @@ from tandem.layout.shapes import ModelShapes
 
 EMBEDDING = "embed_tokens.weight"
 """The head's own table, which is never trained."""
+FROM_TARGET = "fc.weight"
+"""The matrix that combines the target's hidden states."""
 PUBLISHED = "draft."
 """Before the names of a head's parameters among published weights."""
 MOST_DRAFT_VOCABULARY = 32000
@@ -80,7 +82,7 @@ def eagle3_parameters(shapes: Eagle3Shapes) -> Iterator[Parameter]:
     hidden = shapes.layer.hidden_size
     if shapes.own_embedding:
         yield Parameter(EMBEDDING, (shapes.layer.vocab_size, hidden))
-    yield Parameter("fc.weight", (hidden, AUX_LAYERS * shapes.target_hidden_size))
+    yield Parameter(FROM_TARGET, (hidden, AUX_LAYERS * shapes.target_hidden_size))
     yield Parameter("midlayer.hidden_norm.weight", (hidden,))
     for name, shape in parameters(shapes.layer):
         own = name.removeprefix("model.layers.0.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.config.recipe import Recipe
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
+from tandem.estimate.draft_bytes import draft_bytes
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.memory import processes_beside
 from tandem.estimate.pod_phases import PhaseMemory, pinned_parts, pod_phases
@@ -17,7 +18,7 @@ from tandem.planner.recipe_step import sequence_tokens
 from tandem.planner.request import own_recompute
 from tandem.planner.score import Score
 from tandem.pod.residents.plan import Budget, Candidate, candidates, choose, gpu_candidate, kv_cache_tokens, largest_micro_batch
-from tandem.pod.rl_models import rl_models
+from tandem.pod.rl_models import engine_draft, rl_models
 from tandem.runtime.machine.gpus import room
 from tandem.types.errors import RunError, UserError
 
@@ -83,18 +84,20 @@ def _phases(recipe: Recipe, actor: ModelShapes, empty: PodMemoryPlan) -> PodMemo
         min(device, int(recipe.residents.device_gib * GIB) or device), int(recipe.machine.memory_gib * GIB) or UNKNOWN,
         int(recipe.residents.disk_gib * GIB) or UNKNOWN,
     )  # fmt: skip
-    ahead = rollout.max_staleness > 0
+    head = draft_bytes(actor, beside.draft, trainer, parallel, micro_batch.tokens, length, on_cpu=False)
+    draft, ahead = engine_draft(recipe, actor), rollout.max_staleness > 0
     allowed = candidates(
         recipe.residents, on_gpu=True, sleeps=rollout.engine.tensor_parallel_size == 1 and rollout.backend == "tandem", at_once=ahead,
         moves_trainer=trainer.backend == "tandem",
     )  # fmt: skip
 
     def needs(residency: Residency, engines: int, ranks: int) -> Candidate:
-        return gpu_candidate(residency, rollout, trainer, parallel, shapes, micro_batch, cache, recipe.rollout_precision, models, engines, ranks)
+        on_gpus = gpu_candidate(residency, rollout, trainer, parallel, shapes, micro_batch, cache, recipe.rollout_precision, models, engines, ranks)
+        return on_gpus.with_draft(head, draft, cache)
 
     chosen, why = choose(allowed, lambda residency: needs(residency, empty.engines, empty.ranks), budget)
     trained = [shapes] if beside.critic is None else [shapes, beside.critic]
-    files = rl_bytes_on_disk(shapes, trainer, recipe.checkpoint.keep, critic=beside.critic, follows=recipe.reference.follows, draft=beside.draft)
+    files = rl_bytes_on_disk(shapes, trainer, recipe.checkpoint.keep, beside=beside.saved_beside, follows=recipe.reference.follows)
 
     def phases(candidate: Candidate, ranks: int) -> tuple[PhaseMemory, ...]:
         """Returns the phases of ``ranks`` and their engines. The run's files are in one place."""

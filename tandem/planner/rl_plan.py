@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tandem.config.recipe import Recipe
+from tandem.estimate.draft_work import draft_passes
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
@@ -70,6 +71,7 @@ def plan_rl_step(recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengt
         engine=_engine(recipe, shapes, scored.hardware, scored.layout.gpus), engines=_engines(recipe, scored.layout.gpus), budget_tokens=rollout.budget_tokens,
         rounds=algorithm.rounds, passes=float(algorithm.old_logprobs == "recompute") + algorithm.needs_reference + has_critic + has_reward_model,
         trained=1 + has_critic,
+        draft_passes=0.0 if recipe.draft is None else draft_passes(shapes, recipe.draft.draft_steps),
         minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from tandem.pod.rl_models import draft_folder
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.backend import TrainedReplica, TrainedState
 from tandem.trainer.build import ReplicaSettings, build_draft, build_frozen, build_replica
+from tandem.trainer.checkpoint.format.shard import CRITIC, DRAFT
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedBeside
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
@@ -132,7 +133,7 @@ def build_actor(
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most, context) if recipe.has_critic else None
     draft = None if recipe.draft is None else _build_draft(recipe, recipe.draft, state, context)
-    beside = {name: SavedBeside(each.replica, each.guard, each.start) for name, each in (("critic", critic), ("draft", draft)) if each is not None}
+    beside = {name: SavedBeside(each.replica, each.guard, each.start) for name, each in ((CRITIC, critic), (DRAFT, draft)) if each is not None}
 
     def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
         made = FrozenModel(lambda: build_frozen(model, ranks, kernels))

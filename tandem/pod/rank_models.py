@@ -15,6 +15,7 @@ from tandem.pod.residents.residue import ResidueCheck
 from tandem.pod.residents.trainer import TrainerResidents
 from tandem.runtime.coordination.store import Guard
 from tandem.runtime.process.processes import memory_of
+from tandem.trainer.checkpoint.format.shard import DRAFT
 from tandem.trainer.offload.offloader import Offloader
 from tandem.trainer.offload.places import make_place
 from tandem.trainer.optimizers.make import offload_folder
@@ -90,7 +91,7 @@ class RankModels:
         """Names and places this rank's parts of the actor's weights, once; ``engine_layout``: as in ``weight_transfer.convert``."""
         if self.converted is None:
             checkpoints = self.actor.checkpoints
-            self.converted = convert(checkpoints.state, self.rank.publishing, engine_layout, checkpoints.state_of("draft"))
+            self.converted = convert(checkpoints.state, self.rank.publishing, engine_layout, checkpoints.state_of(DRAFT))
         return self.converted
 
     def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None, *, announces: bool = False) -> WeightManifest:

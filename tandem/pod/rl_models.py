@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
+from tandem.engine.spec_decode.draft_size import DraftSize, draft_size
 from tandem.estimate.rl_work import RLModels
+from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.eagle3 import Eagle3Shapes
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
@@ -42,4 +44,14 @@ def rl_models(recipe: Recipe, actor: ModelShapes) -> RLModels:
         critic = start_shapes(found_model(recipe.critic.path), "token") if recipe.critic.path else with_head
     reference = read_shapes(found_model(referred), implemented_by=recipe.model.implemented_by) if referred else None
     head = trained_head(recipe, actor)
-    return RLModels(actor, reference, critic, read_shapes(found_model(scored), "any") if scored else None, None if head is None else head.trained)
+    draft = None if head is None or recipe.draft is None else DraftTraining(head, recipe.draft.draft_steps)
+    return RLModels(actor, reference, critic, read_shapes(found_model(scored), "any") if scored else None, draft)
+
+
+def engine_draft(recipe: Recipe, actor: ModelShapes) -> DraftSize:
+    """Returns what the draft of one of Tandem's engines takes beside an actor of the shapes ``actor``. Raises ``UserError`` as ``draft_size``."""
+    engine = recipe.rollout.engine
+    if recipe.rollout.backend != "tandem":
+        return DraftSize()
+    folder = found_model(recipe.model.path) if recipe.model.path else Path()
+    return draft_size(engine.speculative_config, folder, actor, recipe.trainer.dtype, engine.tensor_parallel_size > 1)

@@ -117,3 +117,10 @@ def test_the_stage_before_reinforcement_learning_is_saved_without_keys_that_it_d
 def test_every_recipe_of_the_repository_loads_and_is_read_back_as_it_was_saved(path: Path) -> None:
     recipe = load_config(path)
     assert build(type(recipe), to_mapping(recipe)) == recipe
+
+
+def test_a_section_that_is_not_read_is_named_and_a_created_model_has_no_layer_that_drafts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^'rollout.engine.speculative_config' is given, which is not read: 'rollout.backend' is 'vllm'"):
+        load(tmp_path, RL, {"rollout.backend": "vllm", "rollout.engine.speculative_config": "{method: ngram}"})
+    with pytest.raises(UserError, match=r"speculative_config.method' is 'mtp' and section 'model.create' makes a model with no layer of multi-token"):
+        load_config("sort", ["--rollout.engine.speculative_config={method: mtp}"])

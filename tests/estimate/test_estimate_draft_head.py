@@ -13,6 +13,7 @@ from tandem.estimate.training.layout import DraftTraining, TrainingLayout, layou
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.eagle3 import eagle3_shapes
+from tandem.layout.flops import draft_step_flops
 from tandem.layout.shapes import ModelShapes
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import eagle3_tensors
@@ -43,6 +44,15 @@ def test_every_position_of_a_draft_keeps_its_activations_and_distributions_until
     # 64 tokens: two copies of the shares of 16 more keys, for 4 heads, at each position but the first.
     assert longer - three == 2 * 64 * 2 * 16 * 4 * 4
     assert three - two > 64 * 4 * (50 + 64 + 2 * 16 * 4)
+
+
+def test_the_operations_of_a_step_are_those_of_both_models() -> None:
+    layer = (64 + 2 * 32) * 2 * 64 + 64 * 64 + 3 * 64 * 96
+    model = 4 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 64 * 96) + 97 * 64
+    # Forward only, with logits at two further positions; the head three times, forward and backward, and its states once.
+    products = 2 * model + 2 * 2 * 97 * 64 + 6 * (3 * 64 * 64 + 3 * (layer + 50 * 64))
+    attention = [16 * (2 * 4 + 6 * 3) * 2 * 64 * 16, 8 * (2 * 4 + 6 * 3) * 2 * 64 * 8]
+    assert draft_step_flops(TARGET, HEAD, 3, [16, 8]) == 24 * products + sum(attention)
 
 
 def test_the_work_is_a_forward_pass_of_the_model_and_the_head_once_for_each_position() -> None:

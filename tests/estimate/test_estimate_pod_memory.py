@@ -3,10 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.config.lora import LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import load_config
 from tandem.config.trainer import TrainerConfig
+from tandem.engine.kv_cache.cache_tensors import empty_states
+from tandem.estimate.count_bytes import running_state_bytes
 from tandem.estimate.memory import predict, saved_bytes_on_disk
 from tandem.estimate.processes import CONTROLLER_BYTES, FORK_SERVER_BYTES, FORKED_ENGINE, FORKED_RANK_BYTES, SHARED_BYTES, SHIM_BYTES
 from tandem.estimate.resident_bytes import forward_bytes
@@ -15,6 +20,7 @@ from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.estimate.training_bytes import head_bytes
 from tandem.jobs.pod_plan import plan_of
 from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.parameters import parameter_count
 from tandem.layout.residents import PlanName, Residency
 from tandem.layout.shapes import ModelShapes
@@ -202,3 +208,12 @@ def test_a_plan_counts_experts_in_mxfp4_where_an_engine_keeps_them_and_nothing_r
     for other in (["--machine.kernels=reference"], ["--trainer.precision=bf16"]):
         assert rollout(adapter + other, None) == rollout(adapter + other, tmp_path), other
     assert rollout(adapter[1:], None) == rollout(adapter[1:], tmp_path), "a trainer replaces all weights"
+
+
+def test_engines_on_cpus_have_the_states_of_all_sequences_and_of_draft_tokens() -> None:
+    linear = LinearAttention((0, 1), num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8, kernel_size=4)
+    shapes = replace(LLAMA, linear_attention=linear)
+    for speculative, states in ((None, 6), (SpeculativeConfig("ngram", num_speculative_tokens=2, disable_by_batch_size=2), 6 + 4)):
+        engine = EngineArgs(max_num_seqs=6, speculative_config=speculative)
+        held = sum(tensor.nbytes for _ in linear.layers for tensor in empty_states(linear, states, torch.float32, torch.device("cpu")) if tensor is not None)
+        assert running_state_bytes(shapes, engine) == held

@@ -7,8 +7,11 @@ import pytest
 
 from tandem.config.load import build
 from tandem.config.recipe import Recipe
+from tandem.estimate.draft_work import draft_passes, draft_work
 from tandem.estimate.rl_work import RLModels, RLWork, packed_group, rl_work
 from tandem.estimate.time import Product, Work
+from tandem.estimate.training.layout import DraftTraining
+from tandem.layout.eagle3 import eagle3_shapes
 from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 from tandem.trainer.packing import packed_tokens
@@ -76,6 +79,20 @@ def test_every_round_of_dynamic_sampling_is_generated_and_scored_and_one_batch_i
         scored = work(models, algorithm=algorithm, reward_model=reward_model)
         # Every sample with its prompt, through the layers and no head.
         assert flops(passes_of(scored)) - flops(one.training) == pytest.approx(prompts * GROUP * (PROMPT + COMPLETION) * 2 * MATRICES)
+
+
+def test_a_draft_head_learns_once_from_every_sample_with_its_prompt() -> None:
+    draft = DraftTraining(eagle3_shapes(ACTOR, 50), 3)
+    alone, beside = work(), work(RLModels(ACTOR, draft=draft))
+    # The actor's forward pass, its logits at two further positions, and the head: what three states come to, and three times a layer and logits.
+    layer = 2 * 32 * (32 + 2 * 16) + 32 * 32 + 3 * 48 * 32
+    each = MATRICES + 3 * EMBEDDING + 3 * 3 * 32 * 32 + 3 * (3 * layer + 4 * 50 * 32)
+    assert flops(beside.training) - flops(alone.training) == pytest.approx(2 * PROMPTS * GROUP * (PROMPT + COMPLETION) * each)
+    assert beside.generation == alone.generation and beside.inference == alone.inference
+    # A head that proposes all tokens is worth so many passes; its part that reads three states is small in a model of many layers.
+    tokens, deep = 2 * PROMPTS * GROUP * (PROMPT + COMPLETION), replace(ACTOR, num_hidden_layers=300)
+    own = draft_work(deep, DraftTraining(eagle3_shapes(deep, 101), 3), "float32", tokens / 2, PROMPT + COMPLETION, 1000)
+    assert flops((own,)) / (tokens * (100 * MATRICES + EMBEDDING)) == pytest.approx(draft_passes(deep, 3), rel=0.02)
 
 
 def test_a_critic_has_an_inference_pass_and_the_updates_of_the_actor_without_logits() -> None:

@@ -13,8 +13,13 @@ from recipes_of_models import grpo_recipe
 from tandem.cli.main import main
 from tandem.config.recipe import Recipe, load_config
 from tandem.estimate.hardware.load import load_hardware
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.estimate.processes import CONTROLLER_BYTES
 from tandem.jobs.pod_plan import plan_of
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.eagle3 import eagle3_shapes
+from tandem.model.eagle3 import Eagle3Head
+from tandem.model.eagle3_folder import eagle3_tensors, initialise_eagle3, save_eagle3
 from tandem.planner.page_bars import figure
 from tandem.planner.pod_memory import plan_pod_memory, planned_recipe
 from tandem.planner.recipe_layout import recipe_layout
@@ -139,6 +144,36 @@ def test_the_phases_are_those_that_a_run_on_these_gpus_is_checked_with(plan: str
     assert "activations" not in parts["offload"] and parts["offload"]["actor"] == parts["convert"]["actor"]
     assert ("optimizer" in parts["convert"]) == (plan in ("keep", "sleep")) and "kv_cache" in parts["rollout"]
     assert ("kv_cache" in parts["train"]) == (plan == "keep")
+
+
+def test_a_draft_head_is_in_the_phases_of_the_pod_with_the_bytes_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.planner.model_input import recipe_shapes
+
+    plain = load_config("sort", ["--machine.device=cuda"])
+    assert isinstance(plain, Recipe)
+    shapes = recipe_shapes(plain.model)
+    head = Eagle3Head(eagle3_shapes(shapes, shapes.vocab_size), ReferenceKernels())
+    initialise_eagle3(head, 0)
+    save_eagle3(head, tmp_path / "head")
+    speculative = f"--rollout.engine.speculative_config={{method: eagle3, model: {tmp_path / 'head'}}}"
+    drafting = load_config("sort", ["--machine.device=cuda", speculative, "--draft={}"])
+    assert isinstance(drafting, Recipe)
+    scored = score(shapes, recipe_layout(plain, shapes), H200)
+    with_head, without = (plan_pod_memory(each, scored) for each in (drafting, plain))
+    weights = sum(tensor.nbytes for tensor in eagle3_tensors(head).values())
+    cached = 2 * head.shapes.layer.key_value_size * 4
+    tokens = next(each for each in without.phases if each.phase == "rollout").device["kv_cache"] // kv_bytes_per_token(shapes, "float32")
+    for own, other in zip(with_head.phases, without.phases, strict=True):
+        more = {name: size - other.device.get(name, 0) for name, size in own.device.items() if size != other.device.get(name, 0)}
+        # Weights, gradients, two moments, and the copy of weights and moments that a checkpoint is written from.
+        assert more.pop("draft_head") == 7 * weights and (more.pop("draft_activations", 0) > 0) == (own.phase == "train")
+        if "kv_cache" in own.device:
+            assert more.pop("draft_weights") == weights and more.pop("draft_cache") == tokens * cached
+        assert not more and own.host["weight_buffers"] - other.host["weight_buffers"] == 2 * weights
+    monkeypatch.setattr(residents_plan, "least_room", lambda ranks: room(H200.memory_bytes))
+    planned = replace(planned_recipe(drafting, scored), machine=drafting.machine)
+    checked = plan_of(planned, shapes, sequence_tokens(drafting, shapes))
+    assert checked.gpu is not None and max(sum(each.device.values()) for each in with_head.phases) == checked.gpu.largest_phase
 
 
 @pytest.mark.parametrize(("place", "moved"), (("memory", "host"), ("disk", "disk")))

@@ -80,6 +80,7 @@ class EngineCore:
         self._finish(step.output, drafts, ended, time.perf_counter() - began)
 
     def _finish(self, output: SchedulerOutput, drafts: list[DraftOutput], ended: list[int], seconds: float) -> None:
+        steps = self._scheduler.steps_saved(output.decode_rows, {draft.row: draft.num_accepted for draft in drafts}) if drafts else None
         for row, num_proposed, num_accepted in drafts:
             self._scheduler.accept_drafts(row, num_proposed, num_accepted)
             self.num_tokens += num_proposed
@@ -89,7 +90,7 @@ class EngineCore:
             self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds, num_tokens == num_decoded)
         if self._scheduler.draft_switch is not None and 0 < num_decoded == num_tokens:
             proposed, accepted = sum(draft.num_proposed for draft in drafts), sum(draft.num_accepted for draft in drafts)
-            self._scheduler.draft_switch.observe(num_decoded, proposed, accepted, self._scheduler.draft_switch.elapsed_s)
+            self._scheduler.draft_switch.observe(num_decoded, proposed, accepted, self._scheduler.draft_switch.elapsed_s, steps)
         if self._scheduler.prefill_budget is not None:
             self._scheduler.prefill_budget.observe(num_decoded, num_tokens - num_decoded, seconds)
         if num_tokens > 2 * num_decoded:

@@ -1,7 +1,7 @@
 """The scheduler: decides which tokens the next step computes, and in which blocks. Plain Python without tensors."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -145,6 +145,15 @@ class Scheduler:
                 sequence.offset += num_accepted
                 self.running.set_due(sequence, self.step)
             sequence.draft.learn(num_proposed, num_accepted)
+
+    def steps_saved(self, rows: Iterable[int], accepted: Mapping[int, int]) -> float | None:
+        """Returns how many plain steps fewer are left, after a step of ``rows`` that has ``accepted`` draft tokens, until the last of them has the length that
+        it may reach; ``None`` while others wait for rows. Called before ``accept_drafts``."""
+        if self.running.prefilling is not None or self.waiting.peek() is not None:
+            return None
+        sequences = {row: self.running.by_row[row] for row in rows}
+        left = {row: sequence.request.max_length - sequence.offset - self.step for row, sequence in sequences.items()}
+        return max(left.values()) - max(tokens - 1 - accepted.get(row, 0) for row, tokens in left.items())
 
     def may_preempt(self) -> bool:
         """Returns whether the next step may preempt: blocks may run out, or a request of higher priority waits."""

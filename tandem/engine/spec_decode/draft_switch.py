@@ -3,10 +3,12 @@
 import time
 from dataclasses import dataclass
 
-_ALLOWED_LOSS = 0.01
+_ALLOWED_LOSS = 0.0075
 """The share of the time that steps with draft tokens may lose, all together."""
 _TRIALS = 4
-"""Steps with draft tokens, and plain ones, after which their time is known, and the plain steps that an engine may lose at once when it begins."""
+"""Steps with draft tokens, and plain ones, after which their time is known."""
+_FIRST, _MOST = 1.0, 2.0
+"""What may be lost at once, in plain steps: when an engine begins, and ever."""
 _REFRESHED = 32
 """Steps with draft tokens after which one without measures again what they are compared with."""
 _PLAIN, _DRAFTED = 0.2, 0.05
@@ -17,23 +19,46 @@ _LONGEST = 3.0
 
 @dataclass(slots=True)
 class _Measured:
-    """Steps of about as many sequences. ``plain_s``: seconds of a step without draft tokens, for each sequence, after ``plain_count`` of them. ``spent_s``: of
-    a step with them, and ``saved_s`` of the plain steps that would have drawn its tokens; over ``count`` of them, ``since_plain`` after the last plain one."""
+    """Steps of about as many sequences. ``plain_s``: seconds of a step without draft tokens, for each sequence, after ``plain_count`` of them. Over ``count``
+    steps with them, ``since_plain`` after the last plain one: ``spent_s``, and how many ``sequences`` decoded, were ``proposed`` and ``accepted``, and
+    ``steps``, as in ``DraftSwitch.observe``."""
 
     plain_s: float = 0.0
     plain_count: int = 0
     spent_s: float = 0.0
-    saved_s: float = 0.0
+    sequences: float = 0.0
+    proposed: float = 0.0
+    accepted: float = 0.0
+    steps: float = 0.0
     count: int = 0
     since_plain: int = 0
+
+    def add(self, weight: float, **values: float) -> None:
+        """Moves the average of each of ``values`` towards it."""
+        for name, value in values.items():
+            setattr(self, name, getattr(self, name) + weight * (value - getattr(self, name)))
+
+    @property
+    def saved_s(self) -> float:
+        """The mean seconds of the plain steps that a step with draft tokens saves."""
+        return self.saved_by(self.sequences, self.accepted, self.steps)
+
+    def saved_by(self, sequences: float, accepted: float, steps: float) -> float:
+        """Returns the seconds of the plain steps that one step with draft tokens saves. A plain step takes as long for any number of sequences, and longer
+        for each of them by as much as for a draft token."""
+        plain_s = sequences * self.plain_s
+        token_s = min(self.plain_s, max(0.0, self.spent_s - self.sequences * self.plain_s) / max(1.0, self.proposed))
+        return (plain_s - sequences * token_s) * steps + token_s * (sequences + accepted)
 
 
 class DraftSwitch:
     """Whether a step of so many decoding sequences feeds draft tokens; what is measured for one number holds for those of the same power of two.
 
-    A step with draft tokens takes longer, for proposing and for verifying them, and draws more tokens. It pays if plain steps take longer for as many. Where
-    it does not, and before it is known, a step is tried when the engine has saved up what it may lose: ``_ALLOWED_LOSS`` of its time. So the more a trial
-    loses, the fewer there are. Up to ``limit`` sequences a first trial is assumed to lose nothing, above it as much as a step takes.
+    A step with draft tokens takes longer, for proposing and for verifying them, and draws more tokens. It pays if the plain steps that it saves take longer.
+    These are not those of as many tokens: while nothing waits for a row, steps go on until the last sequence ends, and what the others are ahead of it makes
+    them smaller, not fewer. Where it does not pay, and before it is known, a step is tried when the engine has saved up what it may lose: ``_ALLOWED_LOSS``
+    of its time. So the more a trial loses, the fewer there are. Up to ``limit`` sequences a first trial is assumed to lose nothing, above it as much as a
+    step takes.
     """
 
     def __init__(self, limit: int, device: str = "cpu") -> None:
@@ -62,11 +87,13 @@ class DraftSwitch:
         if known.count < _TRIALS:
             return self._allowance_s >= (0.0 if sequences <= self._limit else sequences * known.plain_s)
         if known.saved_s >= known.spent_s:
-            return known.since_plain < _REFRESHED
+            # The newest steps may have lost what those before them had saved.
+            return known.since_plain < _REFRESHED and self._allowance_s >= 0
         return self._allowance_s >= known.spent_s - known.saved_s
 
-    def observe(self, sequences: int, proposed: int, accepted: int, seconds: float) -> None:
-        """Records a step of ``sequences`` decoding sequences and no prompts, which verified ``proposed`` draft tokens and accepted ``accepted``."""
+    def observe(self, sequences: int, proposed: int, accepted: int, seconds: float, steps: float | None = None) -> None:
+        """Records a step of ``sequences`` decoding sequences and no prompts, which verified ``proposed`` draft tokens and accepted ``accepted``. ``steps``: how
+        many plain steps fewer are left after it until the last sequence ends; ``None``: others take the rows of those that end, so that all tokens count."""
         known = self._measured.setdefault(sequences.bit_length(), _Measured())
         expected = sequences * known.plain_s
         if not proposed:
@@ -79,13 +106,11 @@ class DraftSwitch:
                 known.plain_s += _PLAIN * (taken / sequences - known.plain_s)
             known.since_plain = 0
             if not self._has_begun:
-                self._has_begun, self._allowance_s = True, _TRIALS * taken
+                self._has_begun, self._allowance_s = True, _FIRST * taken
         else:
-            saved = known.plain_s * (sequences + accepted)
             taken = min(seconds, _LONGEST * known.spent_s if known.count else seconds)
+            steps = 1 + accepted / sequences if steps is None else steps
             known.count, known.since_plain = known.count + 1, known.since_plain + 1
-            weight = max(_DRAFTED, 1 / known.count)
-            known.spent_s += weight * (taken - known.spent_s)
-            known.saved_s += weight * (saved - known.saved_s)
-            self._allowance_s += saved - taken
-        self._allowance_s = min(self._allowance_s + _ALLOWED_LOSS * taken, max(_TRIALS * sequences * known.plain_s, 2 * (known.spent_s - known.saved_s)))
+            known.add(max(_DRAFTED, 1 / known.count), spent_s=taken, sequences=sequences, proposed=proposed, accepted=accepted, steps=steps)
+            self._allowance_s += known.saved_by(sequences, accepted, steps) - taken
+        self._allowance_s = min(self._allowance_s + _ALLOWED_LOSS * taken, max(_MOST * sequences * known.plain_s, 2 * (known.spent_s - known.saved_s)))

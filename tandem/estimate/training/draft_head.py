@@ -4,6 +4,8 @@ The target has weights alone; its forward pass keeps nothing. The head has gradi
 the backward pass begins when all of them have run: what each saved is there at once, and so are the target's distributions, which the loss compares with.
 """
 
+from typing import NamedTuple
+
 from tandem.estimate.model_bytes import DTYPE_BYTES, trained_bytes, weight_bytes
 from tandem.estimate.processes import COMPILER_BYTES, rank_process_bytes
 from tandem.estimate.training.layout import TrainingLayout
@@ -31,19 +33,32 @@ LABEL_COPIES = 2
 """The same of the target's distribution while its parts are put together."""
 
 
-def stage_bytes(target: ModelShapes, head: Eagle3Shapes, steps: int, layout: TrainingLayout) -> StageBytes:
-    """Returns the bytes of the one rank that trains ``head`` for ``steps`` positions beside ``target``, in micro-batches of ``layout.pass_tokens`` tokens in
+class UpdateBytes(NamedTuple):
+    """Bytes of an update of a draft head: what its forward pass has ``saved`` when the backward pass begins, and what is ``working`` besides."""
+
+    saved: float
+    working: float
+
+
+def update_bytes(target: ModelShapes, head: Eagle3Shapes, steps: int, layout: TrainingLayout) -> UpdateBytes:
+    """Returns the bytes of an update of ``head`` for ``steps`` positions with the states of ``target``, in micro-batches of ``layout.pass_tokens`` tokens in
     sequences of ``layout.sequence``, all of which are learned."""
-    trainer, each, tokens = trainer_of(layout), element_bytes(layout), layout.pass_tokens
-    size, trained, table = DTYPE_BYTES[trainer.dtype], head.trained, head.own_embedding * head.layer.vocab_size * head.layer.hidden_size
-    weights = weight_bytes(target, trainer.dtype) + size * (parameter_count(trained) + table)
+    each, tokens = element_bytes(layout), layout.pass_tokens
     states = each * target.hidden_size * tokens
     saved = tokens * steps * (_of_position(head, layout) + 4 * head.draft_vocab_size)
     saved += tokens * (steps - 1) * later_attention_bytes(head.layer, layout.sequence, each) + AUX_LAYERS * states
     logits = 4 * tokens * head.draft_vocab_size
     # What the forward pass holds beside what is saved: the target's states and a layer of it, or the last distribution while it is made, and later the logits.
     forward = (1 + AUX_LAYERS) * states + max(LABEL_COPIES - 1, LOGIT_COPIES) * logits
-    working = max(forward, LOGIT_COPIES * logits, tokens * largest_layer_bytes_per_token(target, layout) - saved)
+    return UpdateBytes(saved, max(forward, LOGIT_COPIES * logits, tokens * largest_layer_bytes_per_token(target, layout) - saved))
+
+
+def stage_bytes(target: ModelShapes, head: Eagle3Shapes, steps: int, layout: TrainingLayout) -> StageBytes:
+    """Returns the bytes of the one rank that trains ``head`` beside ``target``, as ``update_bytes``."""
+    trainer = trainer_of(layout)
+    size, trained, table = DTYPE_BYTES[trainer.dtype], head.trained, head.own_embedding * head.layer.vocab_size * head.layer.hidden_size
+    weights = weight_bytes(target, trainer.dtype) + size * (parameter_count(trained) + table)
+    saved, working = update_bytes(target, head, steps, layout)
     parameters, master = weights, 0
     if not layout.on_cpu and trainer.precision != "fp32":
         # Rounded beside the weights: the head's until their backward pass, the target's one at a time.

@@ -156,7 +156,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     tokens, _ = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = sum(offloaded_bytes(each, recipe.trainer, tokens, recipe.parallel) for each in trained)
     offloaded += planned.chosen.disk
-    disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, critic=critic, follows=recipe.reference.follows, draft=models.draft)
+    disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, beside=models.saved_beside, follows=recipe.reference.follows)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(

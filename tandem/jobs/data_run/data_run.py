@@ -19,7 +19,7 @@ from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.train_data import TrainData
 from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
-from tandem.layout.flops import step_flops
+from tandem.layout.flops import draft_step_flops, step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.draft_decoder import DraftDecoder
 from tandem.model.eagle3_folder import save_eagle3
@@ -123,7 +123,7 @@ class DataRun(Run):
                 sequences = self.sequences(batch)
                 counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
                 sharing = self.ranks.world.size // self.ranks.data.size
-                self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences), absorbed=True) / sharing
+                self.step_flops = self._flops([forward_tokens(sequence) for sequence in sequences]) / sharing
             if self.record is not None:
                 self.record.step = step
                 self.record.batch(sequences)
@@ -228,6 +228,12 @@ class DataRun(Run):
         perplexity = math.exp(min(loss, 700.0))
         self.records.evaluated(step, HELD_OUT, {"loss": loss, "perplexity": perplexity, "tokens": tokens})
         self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+
+    def _flops(self, lengths: Sequence[int]) -> int:
+        """Returns the operations of a step on sequences of ``lengths`` tokens."""
+        if isinstance(self.model, DraftDecoder):
+            return draft_step_flops(self.model.target.shapes, self.model.head.shapes, self.model.steps, lengths)
+        return step_flops(self.model.shapes, lengths, absorbed=True)
 
     def _draft_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch]) -> None:
         """Journals the loss of the head on the held-out data, and the share of the target's greedy tokens that it drafts, by position."""

@@ -12,10 +12,13 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.engine.spec_decode.draft_size import DraftSize
+from tandem.estimate.count_bytes import running_state_bytes
 from tandem.estimate.draft_bytes import DraftBytes, draft_bytes
 from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
-from tandem.estimate.pod_gpu import GpuParts, predict_gpu
+from tandem.estimate.pod_gpu import GpuParts, predict_gpu, with_draft
 from tandem.estimate.processes import FORKED_ENGINE, VLLM_ENGINE
+from tandem.estimate.training.layout import DraftTraining
 from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
 from tandem.layout.residents import PLANS, Phase, PlanName, Residency
 from tandem.layout.shapes import ModelShapes
@@ -24,6 +27,7 @@ from tandem.runtime.machine.gpus import describe_gpus, least_room, pod_device
 from tandem.types import RunError
 
 GIB, MIB = 2**30, 2**20
+NO_DRAFT = DraftSize()
 FIX = (
     "lower pods.count, rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with "
     "section 'parallel'"
@@ -59,6 +63,13 @@ class Candidate:
     def device(self) -> PodMemory:
         """The phases of the memory that the models compute in."""
         return self.host if self.gpu is None else self.gpu
+
+    def with_draft(self, head: DraftBytes, draft: DraftSize, cache_tokens: int, pods: int = 1) -> "Candidate":
+        """Returns a candidate on GPUs with a draft ``head`` that is trained, which all ``pods`` have in their weight buffers, and the ``draft`` of an engine
+        with a cache of ``cache_tokens``."""
+        assert self.gpu_parts is not None
+        parts = with_draft(self.gpu_parts, head, engine_parts(draft, cache_tokens))
+        return replace(self, host=_beside(self.host, DraftBytes(published=head.published), buffers=2 * pods), gpu=parts.memory, gpu_parts=parts)
 
     def lacks(self, budget: Budget) -> str:
         """Returns what does not fit in ``budget``; empty if all of it fits."""
@@ -124,14 +135,17 @@ class PodPlan:
 def kv_cache_tokens(rollout: RolloutConfig, algorithm: AlgorithmConfig, max_length: int) -> int:
     """Returns the tokens of the KV cache of one worker: as configured, or what the sequences that run at once can fill."""
     engine = rollout.engine
-    if engine.kv_cache_tokens:
-        return engine.kv_cache_tokens
+    return engine.kv_cache_tokens or running_sequences(rollout, algorithm) * (max_length + 16)
+
+
+def running_sequences(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
+    """Returns the most sequences that run at once in one worker."""
     prompts = algorithm.prompts_per_round(rollout.prompts_per_step)
     if rollout.budget_tokens:
         # A sample may be in flight in as many steps as it has budgets.
         prompts *= -(-rollout.max_tokens // rollout.budget_tokens)
     sequences = -(-prompts // rollout.workers) * algorithm.group_size
-    return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
+    return min(rollout.engine.max_num_seqs, max(sequences, 1))
 
 
 class MicroBatchTokens(NamedTuple):
@@ -162,14 +176,14 @@ def plan(
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
     reward_model: ModelShapes | None = None, critic: ModelShapes | None = None, reference: bool = False, follows: bool = False,
     teacher: ModelShapes | None = None, pods: int = 1, ranks: int = 0, shares_weights: bool = False, kept: int = 0,
-    experts_in_mxfp4: bool = False, draft: ModelShapes | None = None, draft_steps: int = 0,
+    experts_in_mxfp4: bool = False, draft: DraftTraining | None = None, engine_draft: DraftSize = NO_DRAFT,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
     the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
     which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout
     workers; ``ranks``: of the trainer there (0: all); ``shares_weights``: engines compute with the weight buffers;
-    ``kept``: bytes of the keeper of checkpoints there; ``experts_in_mxfp4``: engines on CPUs keep the experts in 4 bits; ``draft``: the shapes of a head that
-    is trained beside the actor for ``draft_steps`` positions, and stays where it is.
+    ``kept``: bytes of the keeper of checkpoints there; ``experts_in_mxfp4``: engines on CPUs keep the experts in 4 bits; ``draft``: a head that is
+    trained beside the actor, and stays where it is; ``engine_draft``: what an engine has of its draft.
     Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
@@ -183,8 +197,10 @@ def plan(
     tokens, attended = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
     models: dict[str, Any] = {"reference": reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
-    of_draft = DraftBytes() if draft is None else draft_bytes(draft, trainer, parallel, tokens, draft_steps, max_length)
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
+    # Rows of states that no sequence has had take no memory.
+    states = running_state_bytes(shapes, replace(engine, max_num_seqs=running_sequences(rollout, algorithm))) if rollout.backend == "tandem" else 0
+    of_draft = draft_bytes(shapes, draft, trainer, parallel, tokens, max_length, on_cpu=not on_gpu)
     gpus = max(ranks or parallel.world, rollout.engine_ranks)
 
     def needs(residency: Residency) -> Candidate:
@@ -196,14 +212,14 @@ def plan(
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
                 experts_in_mxfp4=experts_in_mxfp4,
+                engine_bytes=sum(engine_parts(engine_draft, cache_tokens).values()) + states,
             )  # fmt: skip
             return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world, buffers=2 * pods), kept=kept), None, disk)
         on_gpus = gpu_candidate(
             residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
         )
-        gpu = None if on_gpus.gpu is None else _beside(on_gpus.gpu, of_draft)
-        host = _beside(on_gpus.host, DraftBytes(published=of_draft.published), buffers=2 * pods)
-        return replace(on_gpus, host=replace(host, kept=kept), gpu=gpu)
+        drafted = on_gpus.with_draft(of_draft, engine_draft, cache_tokens, pods)
+        return replace(drafted, host=replace(drafted.host, kept=kept))
 
     device = None
     if on_gpu:
@@ -214,6 +230,11 @@ def plan(
     allowed = candidates(residents, on_gpu=on_gpu, sleeps=sleeps, at_once=at_once, moves_trainer=trainer.backend == "tandem")
     chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
+
+
+def engine_parts(draft: DraftSize, cache_tokens: int) -> dict[str, int]:
+    """Returns the bytes of an engine's ``draft`` by what they hold, with a cache of ``cache_tokens``; none without one."""
+    return {"draft_weights": draft.weights, "draft_cache": cache_tokens * draft.token} if draft.weights else {}
 
 
 def _beside(memory: PodMemory, draft: DraftBytes, ranks: int = 1, buffers: int = 0) -> PodMemory:

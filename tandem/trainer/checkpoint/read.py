@@ -15,7 +15,7 @@ from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, 
 from tandem.storage.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, parse_entry, read_indexes
 from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
-from tandem.trainer.checkpoint.format.shard import BESIDE, Key, Shard
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.types import UserError
 
 BLOCK_BYTES = 64 << 20
@@ -46,8 +46,8 @@ class Source(Protocol):
 
 
 class Contents:
-    """The content of the checkpoint ``folder``, or of ``source``: of the model that is trained, or of the one ``of`` this prefix (one of ``BESIDE``), under
-    the same keys."""
+    """The content of the checkpoint ``folder``, or of ``source``: of the model that is trained, or of the one beside it of the
+    name ``of``, under the same keys."""
 
     def __init__(self, folder: Path, manifest: Manifest, of: str = "", source: Source | None = None) -> None:
         self.folder, self.manifest, self._source = folder, manifest, source
@@ -58,10 +58,9 @@ class Contents:
         self.stored: Mapping[Key, list[Stored]] = defaultdict(list)
         for index in self.indexes:
             for placed in index.placed:
-                state, name = placed.piece.key
-                prefix = next((prefix for prefix in BESIDE if state.startswith(prefix)), "")
-                if prefix == of:
-                    self.stored[Key(state.removeprefix(prefix), name)].append(Stored(index, placed))
+                model, key = placed.piece.key.split()
+                if model == of:
+                    self.stored[key].append(Stored(index, placed))
 
     @property
     def held(self) -> list[Key]:

@@ -60,7 +60,7 @@ class ReplicaCheckpoints:
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
     of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``beside``: replicas
-    that are saved and loaded with the other, by name (``critic``, ``draft``); ``reference``: one that follows it, whose weights are saved and loaded too.
+    that are saved and loaded with the other, by name (``CRITIC``, ``DRAFT``); ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have each checkpoint of the folder too, and those
     that ``copy`` takes; with ``node``, every node has a disk of its own for its ranks. ``load`` prefers them to the folder, up to step ``recorded``.
@@ -117,7 +117,7 @@ class ReplicaCheckpoints:
         for name, ((replica, guard, _), shards) in self._beside.items():
             if name not in state:
                 raise UserError(f"checkpoint '{checkpoint.folder}' has no {name}; it was written by a run without one")
-            shards.load(Contents(checkpoint.folder, checkpoint.manifest, f"{name}/", source), int(state[name]["updates"]))
+            shards.load(Contents(checkpoint.folder, checkpoint.manifest, name, source), int(state[name]["updates"]))
             _load_counters(replica, guard, state[name])
         if self._reference is not None:
             self._reference.load(Contents(checkpoint.folder, checkpoint.manifest, REFERENCE, source))
@@ -190,7 +190,7 @@ class ReplicaCheckpoints:
         shards = self.state.shards()
         for name, ((replica, guard, _), own) in self._beside.items():
             state[name] = self._counters(replica, guard)
-            shards = shards + list(_of(f"{name}/", own.shards()))
+            shards = shards + list(_of(name, own.shards()))
         if self._reference is not None:
             shards = shards + list(_of(REFERENCE, self._reference.shards()))
         return self._writer.save(step, shards, state, {"random": random_states()}, companions, span, copies, only is None)
@@ -223,8 +223,8 @@ class ReplicaCheckpoints:
 
     def export_critic(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the critic, if there is one, in the way of ``export``."""
-        if "critic" in self._beside:
-            critic, state = self._beside["critic"]
+        if CRITIC in self._beside:
+            critic, state = self._beside[CRITIC]
             self._export(folder, dtype, state, critic.start, CRITIC)
 
     def state_of(self, name: str) -> ReplicaState | None:
@@ -248,7 +248,7 @@ class ReplicaCheckpoints:
 
     def whole_weights(self, state: TrainedState, of: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor of ``state`` in the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files
-        in the folder of ``state``. ``of``: the prefix of its keys."""
+        in the folder of ``state``. ``of``: the model beside the actor, as in ``Contents``."""
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0], of)
@@ -258,9 +258,9 @@ class ReplicaCheckpoints:
             contents.read([Shard(Key(WEIGHTS, name), shape, whole_offsets(shape), tensor)])
             yield name, tensor
 
-def _of(prefix: str, shards: Iterable[Shard]) -> Iterator[Shard]:
-    """Yields ``shards`` with the keys of the model of ``prefix``."""
-    return (shard._replace(key=Key(prefix + shard.key.state, shard.key.name)) for shard in shards)
+def _of(model: str, shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Yields ``shards`` with the keys of the ``model`` beside the actor."""
+    return (shard._replace(key=shard.key.beside(model)) for shard in shards)
 
 
 def _load_counters(replica: TrainedReplica, guard: GradScaler, state: Mapping[str, Any]) -> None:

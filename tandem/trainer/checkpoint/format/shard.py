@@ -10,17 +10,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CRITIC, REFERENCE, DRAFT = "critic/", "reference/", "draft/"
-BESIDE = (CRITIC, REFERENCE, DRAFT)
-"""Prefixes of ``Key.state`` of the models that are saved beside the actor: the critic, a reference that follows the actor, and a draft head."""
+CRITIC, REFERENCE, DRAFT = "critic", "reference", "draft"
+"""The models that are saved beside the actor: the critic, a reference that follows the actor, and a draft head."""
+_BESIDE = {f"{model}/": model for model in (CRITIC, REFERENCE, DRAFT)}
 
 
 class Key(NamedTuple):
     """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer, of another model
-    after one of ``BESIDE``; ``name``: the parameter's."""
+    after its name (``beside``); ``name``: the parameter's."""
 
     state: str
     name: str
+
+    def beside(self, model: str) -> "Key":
+        """Returns the same tensor of the ``model`` that is saved beside the actor."""
+        return Key(f"{model}/{self.state}", self.name)
+
+    def split(self) -> tuple[str, "Key"]:
+        """Returns the model beside the actor (empty: the actor) and its own key."""
+        prefix = next((prefix for prefix in _BESIDE if self.state.startswith(prefix)), "")
+        return _BESIDE.get(prefix, ""), Key(self.state.removeprefix(prefix), self.name)
 
     def __str__(self) -> str:
         return f"{self.state}/{self.name}"
