@@ -16,12 +16,12 @@ import argparse
 import json
 import shlex
 import sys
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.runtime.process.program import program
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -243,9 +243,9 @@ def _emitted(options: argparse.Namespace, scored: "Score") -> str:
         if options.emit != "recipe" and not known and not any(each.startswith(f"--{key}=") for each in options.overrides):
             raise UserError(f"the job has no {key}; give a recipe, or --{key}={example}")
     written = emitted(scored, options.emit, recipe, None if recipe else options.model)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         # A run without a name has that of its recipe.
-        file = Path(folder) / Path(options.recipe or "plan.yaml").name
+        file = folder / Path(options.recipe or "plan.yaml").name
         file.write_text(written, encoding="utf-8")
         job = "" if options.emit == "recipe" else launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
     if options.recipe:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_check
 from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
 from tandem.model.quantization.formats import decoded_blocks, is_packed_config
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
@@ -120,11 +120,11 @@ def _write_huggingface(model: Source, folder: Path) -> None:
 
 def _write_dist(model: Source, folder: Path) -> None:
     """Fills ``folder`` with a distributed checkpoint, which the Megatron sidecar writes from a Hugging Face folder in a temporary place."""
-    with tempfile.TemporaryDirectory() as scratch:
-        given = Path(scratch) / "model"
+    with temporary_folder() as scratch:
+        given = scratch / "model"
         given.mkdir()
         _write_huggingface(model, given)
-        run_task(Task("write", str(given), str((folder / iteration_name(model.step)).absolute()), model.step), Path(scratch))
+        run_task(Task("write", str(given), str((folder / iteration_name(model.step)).absolute()), model.step), scratch)
     _companions(model, folder / INSIDE)
     (folder / TRACKER).write_text(f"{model.step or 'release'}\n", encoding="ascii")
 
@@ -175,11 +175,11 @@ def _from_megatron_dist(folder: Path, config: Path | None) -> Source:
     inside = checkpoint.folder.parent / INSIDE
     known = config or (inside if (inside / "config.json").is_file() else None)
     shapes = read_shapes(known) if known is not None else shapes_of(checkpoint.arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        read = Path(scratch) / "model"
+    with temporary_folder() as scratch:
+        read = scratch / "model"
         read.mkdir()
         (read / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
-        run_task(Task("read", str(read), str(checkpoint.folder.absolute())), Path(scratch))
+        run_task(Task("read", str(read), str(checkpoint.folder.absolute())), scratch)
         weights = {name: tensor.clone() for name, tensor in read_tensors(read)}
     return Source(shapes, _checked(folder, shapes, weights), _files(known) if known is not None else (), checkpoint.iteration)
 

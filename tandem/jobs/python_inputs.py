@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
@@ -20,6 +19,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe
 from tandem.config.rewards import RewardFunctionConfig
 from tandem.config.task import TaskConfig
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import UserError
 
 HELD_OUT = ("test", "validation", "eval")
@@ -77,9 +77,9 @@ def with_dataset_task(sections: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def written_for_checks(inputs: PythonInputs) -> Iterator[AnyRecipe]:
-    """Yields the recipe with its files in a temporary folder: before a run's folder is made, what it will read is checked."""
-    with tempfile.TemporaryDirectory(prefix="tandem-inputs-") as folder:
-        yield inputs.write(Path(folder))
+    """Yields the recipe with its files, where it has some, in a temporary folder: before a run's folder is made, what it will read is checked."""
+    with temporary_folder() if inputs.files else contextlib.nullcontext(Path()) as folder:
+        yield inputs.write(folder)
 
 
 def _functions(rewards: Rewards, files: dict[str, bytes]) -> list[RewardFunctionConfig]:

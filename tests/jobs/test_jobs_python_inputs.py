@@ -1,9 +1,12 @@
 """Reward functions and datasets from Python are written into the run, which then needs the program no more."""
 
 import json
+import os
 import pickle
 import shutil
+import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +19,13 @@ from tandem.cli.main import main
 from tandem.config.load import build
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.rewards import RewardFunctionConfig
-from tandem.jobs.python_inputs import PythonInputs, python_inputs
+from tandem.jobs.python_inputs import PythonInputs, python_inputs, written_for_checks
 from tandem.jobs.start import resume, train
 from tandem.jobs.uploads import restore
 from tandem.jobs.verify.input_files import check_input_files, verify_input_files
 from tandem.runtime.callback import Callback
 from tandem.runtime.import_path import load_function
+from tandem.runtime.process.temporary import sweep_temporary
 from tandem.runtime.records.journal import Journal
 from tandem.storage.digests import bytes_digest
 from tandem.types import RunError, UserError
@@ -53,6 +57,22 @@ def rows_of(dataset: Any, folder: Path, **task: Any) -> Any:
     given = written(python_inputs(recipe(folder, **task), None, dataset), folder / "inputs")
     assert given.task.name == "dataset" and given.task.path is not None
     return [json.loads(line) for line in Path(given.task.path).read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_kill_during_the_checks_leaves_no_folder_that_the_next_run_does_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with written_for_checks(python_inputs(recipe(tmp_path), None, None)):
+        assert not any(scratch.iterdir()), "a recipe alone needs no folder"
+    child = os.fork()
+    if child == 0:
+        with written_for_checks(python_inputs(recipe(tmp_path), None, ROWS)):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(scratch.iterdir())) == 1
+    sweep_temporary()
+    assert not any(scratch.iterdir())
 
 
 def test_datasets_of_every_kind_become_the_same_rows(tmp_path: Path) -> None:

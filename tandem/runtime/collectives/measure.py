@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.runtime.collectives.communicator import Communicator, connect
+from tandem.runtime.process.temporary import temporary_folder
 
 SMALL_BYTES, LARGE_BYTES = 1 << 19, 1 << 22
 """Of an all-reduce: of two sizes, so that the cost of a call and of a byte can be told apart."""
@@ -30,7 +30,7 @@ class Exchanges(NamedTuple):
 def measure() -> Exchanges:
     """Returns the costs, from all-reduces of this process with one that it forks: of two ranks each sends all of its tensor, in two collectives."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         child = os.fork()
         if child == 0:
             try:
@@ -43,8 +43,8 @@ def measure() -> Exchanges:
     return Exchanges(max(0.0, small - SMALL_BYTES * byte) / 2, byte)
 
 
-def _joined(folder: str, rank: int) -> Communicator:
-    return connect("measured", rank, 2, dist.FileStore(str(Path(folder) / "store"), 2), torch.device("cpu"), DEADLINE_S)
+def _joined(folder: Path, rank: int) -> Communicator:
+    return connect("measured", rank, 2, dist.FileStore(str(folder / "store"), 2), torch.device("cpu"), DEADLINE_S)
 
 
 def _reduce(ranks: Communicator) -> tuple[float, float]:
