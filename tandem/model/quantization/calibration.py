@@ -110,7 +110,6 @@ def mlp_inputs_of(decoder: Decoder, index: int, chunk: Chunk) -> Tensor:
 def after_layer(decoder: Decoder, index: int, chunk: Chunk) -> Chunk:
     """Returns ``chunk`` behind layer ``index``."""
     x, residual = run_layer(_batch(decoder, chunk, decoder.kernels.linear), _step(decoder, index), None, chunk.residual)
-    assert x is not None
     return chunk._replace(residual=residual + x)
 
 
