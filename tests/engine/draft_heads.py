@@ -45,8 +45,6 @@ def with_predictor(folder: Path, other: Path, into: Path, *, seed: int = 5, is_e
     projection = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1) if is_exact else drawn(hidden, 2 * hidden) * 0.3
     norms = {name: torch.ones(hidden) if is_exact else 1 + 0.2 * drawn(hidden) for name in (*norms_before, norm_after)}
     layer |= {f"{name}.weight": norm - float(from_one) for name, norm in norms.items()} | {f"{fc}.weight": projection}
-    if is_exact:
-        layer[f"{norm_after}.weight"] = tensors["model.norm.weight"]
     if not from_one:
         layer |= {f"{at}embed_tokens.weight": tensors["model.embed_tokens.weight"], f"{at}shared_head.head.weight": tensors["lm_head.weight"]}
     whole = tensors | layer
@@ -61,7 +59,7 @@ def with_predictor(folder: Path, other: Path, into: Path, *, seed: int = 5, is_e
 
 
 def _silent(name: str, tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if any(f"{output}_proj." in name for output in ("o", "out", "down")) else tensor
+    return torch.zeros_like(tensor) if "o_proj." in name or "down_proj." in name else tensor
 
 
 class PublishedPredictor:
