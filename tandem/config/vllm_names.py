@@ -140,7 +140,7 @@ QUANTIZED_FOLDERS = ("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", 
 DTYPES = {"half": "float16", "float": "float32"}
 
 
-_METHODS = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+_METHODS = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "qwen3_next_mtp": "mtp"}
 """vLLM's names of methods of speculation that have another here."""
 
 

@@ -21,7 +21,6 @@ from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tell_of_long_frequencies, tokenizer_of
 from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
-from tandem.engine.model_limits import check_states
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
 from tandem.engine.pooling.outputs import (
     ClassificationRequestOutput,
@@ -113,7 +112,6 @@ class LLM:
         if model_pooling is not None and args.speculative_config is not None:
             raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
-        check_states(args, shapes)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         draft_memory = draft_size(args.speculative_config, folder, shapes, str(dtype).removeprefix("torch."), args.tensor_parallel_size > 1)
         settings = resolve(args, shapes, dtype, draft_memory)

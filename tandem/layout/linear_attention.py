@@ -10,6 +10,8 @@ from tandem.layout.latent_attention import AttentionMatrix
 
 PROJECTIONS, OUTPUT = LINEAR_ATTENTION_MODULES[:-1], LINEAR_ATTENTION_MODULES[-1]
 """The matrices of a layer, and the last of them, which writes to the residual stream."""
+GATES = PROJECTIONS[-1]
+"""That of them that computes how much heads write and forget."""
 CHUNK_TOKENS = 64
 """Tokens that are computed at once where the recurrence is computed in chunks (transformers, flash-linear-attention)."""
 L2_EPS = 1e-6

@@ -1,5 +1,7 @@
 """Checks whether a model can be laid out on a mesh, before any process starts. Imports no torch."""
 
+import math
+
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec, vocabulary_part
@@ -19,11 +21,6 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
             raise UserError("'parallel.zero' is 3, and a module of transformers (model.implementation) has whole weights on every rank; set it to 2")
     if tensor > 1 and shapes.qk_norm_all_heads:
         raise UserError(f"'parallel.tensor' is {tensor}; this {shapes.architecture} model has norms of queries and keys over all heads: leave it at 1")
-    if parallel.context > 1 and shapes.linear_attention is not None:
-        raise UserError(
-            f"'parallel.context' is {parallel.context}; this {shapes.architecture} model has layers with linear attention, whose states a sequence hands "
-            "from token to token: leave it at 1, and use parallel.data, tensor or pipeline"
-        )
     counts = {"num_attention_heads": shapes.num_attention_heads}
     if not repeats_heads or tensor % shapes.num_key_value_heads:
         counts["num_key_value_heads"] = shapes.num_key_value_heads
@@ -41,6 +38,12 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
         if count % tensor:
             fits = [size for size in range(1, tensor) if all(other % size == 0 for other in counts.values())]
             raise UserError(f"'parallel.tensor' is {tensor}, which does not divide the model's {name} {count}; {fits[-1]} does")
+    linear, context = shapes.linear_attention, parallel.context
+    if linear is not None and linear.num_key_heads % (tensor * context):
+        raise UserError(
+            f"'parallel.context' is {context}, which does not divide the {linear.num_key_heads // tensor} key heads of linear attention on each of {tensor} "
+            f"tensor-parallel ranks; {math.gcd(context, linear.num_key_heads // tensor)} does"
+        )
     if shapes.vocab_size <= vocabulary_part(shapes, ShardSpec(0, tensor)) * (tensor - 1):
         raise UserError(f"'parallel.tensor' is {tensor}, too many for the model's vocabulary of {shapes.vocab_size}")
     if parallel.pipeline * parallel.virtual_stages > shapes.num_hidden_layers:

@@ -1,5 +1,5 @@
 """The forward pass of linear attention by the gated delta rule (Yang et al., 2024, arXiv 2412.06464, section 3.4; Qwen3-Next): over packed sequences in the
-trainer, over kept states in the engine.
+trainer, also on context-parallel ranks, over kept states in the engine.
 
 A short causal convolution reads each token's queries, keys and values with those of the tokens before it; each head then reads and corrects its matrix. Both
 are computed token by token with one order of sums, so that engine and trainer have the same bits, however tokens come.
@@ -16,6 +16,8 @@ from tandem.layout.linear_attention import L2_EPS
 from tandem.model.attention import AttentionLayer, PackedContext, PagedContext, logistic
 from tandem.model.linear_attention_weights import LinearAttentionWeights
 from tandem.model.lora import LoraLayer
+from tandem.model.parallel.collective_ops import exchanged
+from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.shared_prompts import gathered_runs_of
 
 if TYPE_CHECKING:
@@ -25,13 +27,12 @@ if TYPE_CHECKING:
 def linear_attention(batch: "LayerBatch", layer: AttentionLayer, weights: LinearAttentionWeights, x: Tensor) -> Tensor:
     """Computes the linear attention of the normed input ``x[T, H]`` of a layer -> [T, Hv Dv]."""
     kernels, context, sizes = batch.kernels, batch.context, weights.sizes
-    assert isinstance(context, PackedContext | PagedContext), "a model with linear attention is not divided over context-parallel ranks"
     groups, repeats = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
     changes = LoraLayer() if batch.lora is None else batch.lora.layers[layer.index]
-    of_group = batch.adapted(x, weights.qkvz, None, changes.qkvz).view(len(x), groups, -1)
+    of_group = batch.adapted(x, weights.qkvz, None, changes.qkvz).unflatten(1, (groups, -1))
     values = repeats * sizes.value_head_dim
     q, k, v, z = of_group.split([sizes.key_head_dim, sizes.key_head_dim, values, values], dim=2)
-    b, a = batch.adapted(x, weights.ba, None, changes.ba).view(len(x), groups, -1).split([repeats, repeats], dim=2)
+    b, a = batch.adapted(x, weights.ba, None, changes.ba).unflatten(1, (groups, -1)).split([repeats, repeats], dim=2)
     mixed, z = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), z.reshape(-1, sizes.value_head_dim)
     # In at least fp32, as in transformers.
     mixed, b, a = (_wide(each) for each in (mixed, b.flatten(1), a.flatten(1)))
@@ -41,10 +42,12 @@ def linear_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Linear
         cache = context.caches[layer.index]
         assert isinstance(cache, StateLayer)
         out = _over_states(kernels, weights, mixed, decay, beta, context.batch, cache)
-    else:
+    elif isinstance(context, PackedContext):
         out = _over_sequences(kernels, weights, mixed, decay, beta, context)
+    else:
+        out = _over_ranks(kernels, weights, mixed, decay, beta, context)
     normed = kernels.rms_norm(out.reshape(-1, sizes.value_head_dim).to(x.dtype), weights.norm, layer.eps)
-    return kernels.silu_mul(torch.cat((z, normed), dim=1)).view(len(x), -1)
+    return kernels.silu_mul(torch.cat((z, normed), dim=1)).view(len(x), sizes.value_size)
 
 
 def _over_sequences(kernels: Kernels, weights: LinearAttentionWeights, mixed: Tensor, decay: Tensor, beta: Tensor, context: PackedContext) -> Tensor:
@@ -56,6 +59,25 @@ def _over_sequences(kernels: Kernels, weights: LinearAttentionWeights, mixed: Te
     out = _recurrence(kernels, weights, _convolved(kernels, weights, mixed, context.cu_seqlens), decay, beta, context.cu_seqlens)
     ends, own = context.cu_seqlens.tolist()[1:], prompts.query_start.tolist()
     return torch.cat([out[end - (last - first) : end] for end, (first, last) in zip(ends, itertools.pairwise(own), strict=True)])
+
+
+def _over_ranks(kernels: Kernels, weights: LinearAttentionWeights, mixed: Tensor, decay: Tensor, beta: Tensor, context: SharedContext) -> Tensor:
+    """Computes the recurrence of this context-parallel rank's tokens. An all-to-all gives each rank all tokens of some heads, which are independent of each
+    other, and another returns their outputs, as of softmax attention (``model.parallel.context_parallel``)."""
+    sizes, ranks, counts, tokens = weights.sizes, context.ranks, context.counts, len(mixed)
+    packed = PackedContext(context.cu_seqlens, context.max_seqlen)
+    own, here = sizes.of_one_rank(ranks.size), [tokens] * ranks.size
+    decays, betas = decay.chunk(ranks.size, dim=1), beta.chunk(ranks.size, dim=1)
+    channels = [sizes.channels(rank, ranks.size) for rank in range(ranks.size)]
+    parts = [torch.cat((*(mixed[:, part] for part in channels[rank]), decays[rank], betas[rank]), dim=1) for rank in range(ranks.size)]
+    arrived = exchanged(torch.cat(parts), here, counts, ranks, "tokens for heads of linear attention")
+    mixed, decay, beta = arrived.split([own.mixed_size, own.num_value_heads, own.num_value_heads], dim=1)
+    # The gradient of the others' channels is 0 here.
+    convolution = weights.own_convolution()
+    convolution = torch.cat([convolution[part] for part in channels[ranks.rank]]).unsqueeze(1)
+    out = _over_sequences(kernels, weights._replace(sizes=own, convolution=convolution, channels=None), mixed, decay, beta, packed)
+    back = exchanged(out.contiguous(), counts, here, ranks, "heads of linear attention for tokens")
+    return back.view(ranks.size, tokens, own.num_value_heads, own.value_head_dim).transpose(0, 1).flatten(1, 2)
 
 
 def _over_states(

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.layout.pipeline_stages import Span, layer_of
+from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors
-from tandem.model.huggingface.multi_token_config import LAYERS_KEY, check_predictor, layer_shapes
+from tandem.model.huggingface.multi_token_config import LAYERS_KEY, check_predictor, layer_shapes, predictor_names
 from tandem.model.layer import factor_of_norm
 from tandem.types import UserError
 
@@ -73,20 +73,19 @@ def load_predictor(folder: str | Path, model: Decoder) -> MultiTokenPredictor:
 
 
 def _load(folder: str | Path, model: Decoder, shapes: ModelShapes) -> MultiTokenPredictor:
-    number, dtype, device = model.shapes.num_hidden_layers, model.dtype, model.device
-    before, shares = f"model.layers.{number}.", model.group is None
+    names, dtype, device, shares = predictor_names(folder, model.shapes), model.dtype, model.device, model.group is None
     own = {"model.embed_tokens.weight", "lm_head.weight"} if not shares else set()
-    read = dict(read_tensors(folder, lambda name: name in own or layer_of(name) == number))
-    held = {name.removeprefix(before): tensor for name, tensor in read.items() if name.startswith(before)}
-    embedding, head = held.pop(_EMBEDDING, read.get("model.embed_tokens.weight")), held.pop(_HEAD, read.get("lm_head.weight"))
+    read = dict(read_tensors(folder, lambda name: name in own or name in names[1:] or name.startswith(names.layer)))
     hidden = shapes.hidden_size
-    rest = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
+    rest = {name: (hidden, 2 * hidden) if name == names.projection else (hidden,) for name in names[1:]}
     for name, shape in rest.items():
-        if name not in held:
-            raise UserError(f"tensor '{before}{name}' is missing from the weights; {LAYERS_KEY} requires it")
-        if tuple(held[name].shape) != shape:
-            raise UserError(f"tensor '{before}{name}' has shape {list(held[name].shape)}; config.json requires {list(shape)}")
-    embedding_norm, state_norm, projection, final_norm = (held.pop(name).to(device, dtype) for name in rest)
+        if name not in read:
+            raise UserError(f"tensor '{name}' is missing from the weights; {LAYERS_KEY} requires it")
+        if tuple(read[name].shape) != shape:
+            raise UserError(f"tensor '{name}' has shape {list(read[name].shape)}; config.json requires {list(shape)}")
+    embedding_norm, state_norm, projection, final_norm = (read.pop(name).to(device, dtype) for name in rest)
+    held = {name.removeprefix(names.layer): tensor for name, tensor in read.items() if name.startswith(names.layer)}
+    embedding, head = held.pop(_EMBEDDING, read.get("model.embed_tokens.weight")), held.pop(_HEAD, read.get("lm_head.weight"))
     tensors = {f"model.layers.0.{name}": tensor for name, tensor in held.items()} | {"model.norm.weight": final_norm}
     if shares:
         tensors["model.embed_tokens.weight"] = torch.zeros(1, hidden)
@@ -99,5 +98,5 @@ def _load(folder: str | Path, model: Decoder, shapes: ModelShapes) -> MultiToken
     try:
         load_tensors(layer, tensors.items(), pack=True)
     except UserError as error:
-        raise UserError(str(error).replace("model.layers.0.", before)) from None
+        raise UserError(str(error).replace("model.layers.0.", names.layer)) from None
     return MultiTokenPredictor(layer, model if shares else layer, embedding_norm, state_norm, projection)

@@ -20,6 +20,15 @@ from tandem.model.huggingface.model_folder import read_tensors
 
 LAYERS = 2
 """Of the models of ``conftest``."""
+AT = f"model.layers.{LAYERS}."
+DEEPSEEK = (AT, f"{AT}enorm", f"{AT}hnorm", f"{AT}eh_proj", f"{AT}shared_head.norm")
+QWEN = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+"""What the names of a predictor's layer begin with, and its other modules as they are published: norms of the embedding and the state, projection, norm."""
+
+
+def is_from_one(folder: Path) -> bool:
+    """Returns whether the model is a Qwen3-Next, whose norms multiply with 1 plus their weights and whose predictor has names of its own."""
+    return bool(json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_next")
 
 
 def with_predictor(folder: Path, other: Path, into: Path, *, seed: int = 5, is_exact: bool = False) -> Path:
@@ -30,19 +39,21 @@ def with_predictor(folder: Path, other: Path, into: Path, *, seed: int = 5, is_e
     hidden = tensors["model.norm.weight"].shape[0]
     generator = torch.Generator().manual_seed(seed)
     drawn = lambda *shape: torch.randn(*shape, generator=generator)
-    at, last = f"model.layers.{LAYERS}.", f"model.layers.{LAYERS - 1}."
+    from_one, last = is_from_one(folder), f"model.layers.{LAYERS - 1}."
+    at, *norms_before, fc, norm_after = QWEN if from_one else DEEPSEEK
     layer = {at + name.removeprefix(last): tensor for name, tensor in read_tensors(other) if name.startswith(last)}
     projection = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1) if is_exact else drawn(hidden, 2 * hidden) * 0.3
-    norms = {name: torch.ones(hidden) if is_exact else 1 + 0.2 * drawn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    layer |= {f"{at}{name}.weight": norm for name, norm in norms.items()} | {f"{at}eh_proj.weight": projection}
-    layer |= {f"{at}embed_tokens.weight": tensors["model.embed_tokens.weight"], f"{at}shared_head.head.weight": tensors["lm_head.weight"]}
+    norms = {name: torch.ones(hidden) if is_exact else 1 + 0.2 * drawn(hidden) for name in (*norms_before, norm_after)}
+    layer |= {f"{name}.weight": norm - float(from_one) for name, norm in norms.items()} | {f"{fc}.weight": projection}
+    if not from_one:
+        layer |= {f"{at}embed_tokens.weight": tensors["model.embed_tokens.weight"], f"{at}shared_head.head.weight": tensors["lm_head.weight"]}
     whole = tensors | layer
     if is_exact:
         whole = {name: _silent(name, tensor) for name, tensor in whole.items()}
     (into / "model.safetensors").unlink()
     save_file({name: tensor.contiguous().clone() for name, tensor in whole.items()}, into / "model.safetensors")
     config = json.loads((into / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (into / "config.json").write_text(json.dumps(config if from_one else {**config, "num_nextn_predict_layers": 1}))
     (into / "manifest.json").unlink()
     return into
 
@@ -52,16 +63,18 @@ def _silent(name: str, tensor: Tensor) -> Tensor:
 
 
 class PublishedPredictor:
-    """Multi-token prediction by the equations of DeepSeek-V3, section 2.2, over the layers of transformers."""
+    """Multi-token prediction by the equations of DeepSeek-V3, section 2.2, over the layers of transformers; Qwen3-Next has the same with other names, as in
+    vLLM's ``Qwen3NextMultiTokenPredictor``."""
 
     def __init__(self, folder: Path, model: Path, other: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
         self.of_layer = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval().model
-        tensors, at = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}."
-        self.enorm, self.hnorm, self.projection, self.norm = (tensors[f"{at}{name}.weight"] for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+        tensors, self.from_one = load_file(folder / "model.safetensors"), is_from_one(folder)
+        names = (QWEN if self.from_one else DEEPSEEK)[1:]
+        self.enorm, self.hnorm, self.projection, self.norm = (tensors[f"{name}.weight"] for name in names)
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+        return (weight + float(self.from_one)) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
 
     @torch.no_grad()
     def draft(self, known: list[int], count: int) -> list[int]:

@@ -202,8 +202,8 @@ def test_experts_are_quantised_as_they_are_loaded_and_updated(make_folder: Calla
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
-@pytest.mark.parametrize("method", ["int8", "rtn"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("method", ["int8", "fp8", "rtn"])
 def test_two_ranks_of_a_quantised_mixture_have_the_bits_of_one(make_folder: Callable[..., Path], tmp_path: Path, family: str, method: Any) -> None:
     quantize_folder(make_folder(family, 0), tmp_path / "model", QuantizeOptions(method, group_size=32), select("reference"), [], lambda *at: None)
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64}

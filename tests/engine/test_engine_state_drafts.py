@@ -90,7 +90,7 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int],
     return seen
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm4_moe", "qwen3_next"))])
 def test_a_layer_of_multi_token_prediction_proposes_what_the_equations_say(
     predictors: Folders, make_folder: Folders, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -158,7 +158,7 @@ def test_draft_tokens_of_a_head_change_no_bit(make_folder: Folders, predictors: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "exact", "qwen3", "gemma2", "gpt_oss", "deepseek_v3, eagle3"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "qwen3_next", "exact", "qwen3", "gemma2", "gpt_oss", "deepseek_v3, eagle3"])
 @pytest.mark.parametrize("memory", list(MEMORY))
 def test_every_schedule_draws_the_same_bits_with_a_head(make_folder: Folders, predictors: Folders, heads: Folders, case: str, memory: str) -> None:
     family, _, eagle3 = case.partition(", ")

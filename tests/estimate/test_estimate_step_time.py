@@ -27,6 +27,7 @@ from tandem.estimate.training.pipeline import bubble_seconds
 from tandem.estimate.training.predict import predict_step_time
 from tandem.estimate.training.products import chance_tiles, product_seconds
 from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.schedules import PipelineShape, published_bubble_share, schedule, simulate
 from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
@@ -205,6 +206,14 @@ def test_context_parallel_ranks_divide_the_work_and_show_the_communication_that_
     assert divided.attention == pytest.approx(whole.attention, rel=0.02) and divided.products == pytest.approx(whole.products, rel=0.05)
     short = TrainingLayout(ParallelConfig(context=16), 1024, 1, 1)
     assert predict_step_time(long, short, H100).context_communication > 0
+
+
+def test_context_ranks_send_the_inputs_of_linear_attention_to_its_heads_and_their_outputs_back_in_fp32() -> None:
+    linear, quiet = LinearAttention((0,), 16, 32, 128, 64, 4), replace(FITTED, latency_s=0.0)
+    layout = replace(ONE, parallel=ParallelConfig(context=4))
+    forward = LayerTimes(GPT, layout, H100, quiet).layer(None, None, linear).forward
+    tokens, sent = layout.micro_batch * layout.sequence // 4, 2 * 16 * 128 + 32 * 64 + 2 * 32 + 32 * 64
+    assert forward.context == pytest.approx(all_to_all_seconds(H100, 4, 1, 4.0 * tokens * sent, quiet))
 
 
 def test_offloading_the_optimizer_takes_the_time_of_its_transfers() -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_grpo_trains_a_folder_of_the_family_for_ten_steps_and_generate_reads_the
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [{"tensor": 2, "deterministic": True}, {"pipeline": 2}, {"data": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tensor": 2, "deterministic": True}, {"pipeline": 2}, {"data": 2, "expert": 2}, {"context": 2}], ids=str)
 def test_a_hybrid_on_a_mesh_has_the_bits_of_its_engine_on_two_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     create_model(NewModelConfig("qwen3_next", max_position_embeddings=64, num_experts=4, **sizes), 0, tmp_path / "model")
@@ -62,6 +63,25 @@ def test_a_hybrid_on_a_mesh_has_the_bits_of_its_engine_on_two_ranks(mesh: dict[s
     }  # fmt: skip
     rows = read_rows(train(recipe, rewards=[early_letters]).directory / "metrics.jsonl")
     assert len(rows) == 3 and all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 and row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", [{"quantization": "int8"}, {"quantization": "fp8"}, {"quantization": "int8", "tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_grpo_trains_a_mixture_from_rollouts_in_eight_bits_for_ten_steps(family: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    create_model(NewModelConfig(family, max_position_embeddings=64, num_experts=4, **sizes), 0, tmp_path / "model")
+    recipe = {
+        "model": {"path": str(tmp_path / "model")}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3},
+        "rollout": {"prompts_per_step": 4, "max_tokens": 8, "engine": engine},
+        "algorithm": {"name": "grpo", "group_size": 4, "tis_cap": 2.0, "old_logprobs": "recompute"},
+        "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 512}, "run": {"max_steps": STEPS, "directory": str(tmp_path / "runs")},
+    }  # fmt: skip
+    result = train(recipe, rewards=[early_letters])
+    rows = read_rows(result.directory / "metrics.jsonl")
+    assert len(rows) == STEPS and all(0.0 < row["mismatch_kl"] < 0.01 and row["actor/grad_norm"] > 0 for row in rows)
+    before, after = dict(read_tensors(tmp_path / "model")), dict(read_tensors(Path(result.model)))
+    assert before.keys() == after.keys() and any(".experts." in name and not before[name].equal(tensor) for name, tensor in after.items())
 
 
 @pytest.mark.full

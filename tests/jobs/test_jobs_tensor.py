@@ -149,7 +149,7 @@ def test_a_mesh_of_a_hybrid_has_the_run_of_one_process_and_another_mesh_goes_on_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--parallel.context=2"], "'parallel.context' is 2; this qwen3_next model has layers with linear attention, whose states a sequence hands"),
+        (["--parallel.context=4"], "'parallel.context' is 4, which does not divide the 2 key heads of linear attention on each of 1 tensor"),
         (["--parallel.tensor=4"], "'parallel.tensor' is 4, which does not divide the model's linear attention's num_key_heads 2; 2 does"),
     ],
 )

@@ -8,11 +8,13 @@ import pytest
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 DENSE = ModelShapes("qwen3", 43, 36, 3, 4, 2, 16, 50, 128, True, qk_norm=True)
+HYBRID = replace(DENSE, architecture="qwen3_next", linear_attention=LinearAttention((0,), 8, 16, 12, 10, 4))
 SPARSE = replace(DENSE, architecture="qwen3_moe", experts=ExpertShapes(6, 2, 24))
 
 
@@ -31,6 +33,7 @@ SPARSE = replace(DENSE, architecture="qwen3_moe", experts=ExpertShapes(6, 2, 24)
             "'parallel.pipeline' is 2 times parallel.virtual_stages 2; the model has 3 layers",
         ),
         (DENSE, ParallelConfig(data=2, expert=2), "'parallel.expert' is 2; this qwen3 model has no experts: leave it at 1"),
+        (HYBRID, ParallelConfig(context=6, tensor=2), "'parallel.context' is 6, which does not divide the 4 key heads of linear attention on each of 2"),
         (SPARSE, ParallelConfig(data=4, expert=4), "'parallel.expert' is 4, which does not divide the model's 6 experts"),
     ],
 )  # fmt: skip

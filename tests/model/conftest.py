@@ -1,15 +1,22 @@
 """Random transformers models, and the forward passes of trainer and engine, the latter over a cache with shuffled blocks."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from listed_families import BY_OTHERS, TINY, Tiny
+
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, empty_latent_cache, select, stored_dtype
 from tandem.model.decoder import Decoder, PackedContext, PagedContext
+from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
 
 Step = Sequence[tuple[int, int]]
@@ -128,3 +135,26 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         return [torch.cat(part) for part in parts]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_of(peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """``tiny_of(family)`` returns the tiny folder of a listed family, which is made once."""
+    made: dict[str, Tiny] = {}
+
+    def make(family: str) -> Tiny:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family) / "model"
+            peer = peer_model(family, vocab_size=40, **TINY[family])
+            make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789", folder)
+            peer.save_pretrained(folder)
+            made[family] = Tiny(family, peer, folder)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.full if name in BY_OTHERS else ()) for name in sorted(TINY)])
+def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
+    """The tiny folder of each listed family."""
+    return tiny_of(request.param)

@@ -31,6 +31,15 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
         (32, 32),
     ),
     "qwen3": ({"head_dim": 16, "hidden_size": 64, "intermediate_size": 96}, (16, 32)),
+    # As Qwen publishes it: the gates of linear attention and of shared experts are plain, and a layer behind the model's own is in fp8 too.
+    "qwen3_next": (
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0], "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10, "head_dim": 16,
+        },
+        (32, 32),
+    ),
 }  # fmt: skip
 
 
@@ -55,7 +64,7 @@ def in_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, T
     return codes, scales, stands_for
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3", pytest.param("qwen3_next", marks=pytest.mark.full)])
 def case(request: pytest.FixtureRequest, peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Case:
     from transformers import AutoModelForCausalLM
 
@@ -64,17 +73,20 @@ def case(request: pytest.FixtureRequest, peer_model: Callable[..., Any], tmp_pat
     peer_model(request.param, vocab_size=40, **sizes).save_pretrained(path / "exact")
     tensors, exact = {}, load_file(path / "exact" / "model.safetensors")
     for name, weight in list(exact.items()):
-        if weight.ndim == 2 and ("_proj" in name or "kv_a" in name):
+        if weight.ndim == 2 and ("_proj" in name or "kv_a" in name) and "in_proj_ba" not in name:
             tensors[name], tensors[f"{name}_scale_inv"], exact[name] = in_blocks(weight, block)
         else:
             tensors[name] = weight
+    if request.param == "qwen3_next":
+        further = "mtp.layers.0.self_attn.q_proj.weight"
+        tensors[further], tensors[f"{further}_scale_inv"], _ = in_blocks(torch.ones(64, 48), block)
     save_file(exact, path / "exact" / "model.safetensors", {"format": "pt"})
     make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789", path / "model")
     write(path / "model", tensors)
     published = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     config = {**read_json(path / "exact" / "config.json"), "quantization_config": published}
     (path / "model" / "config.json").write_text(json.dumps(config))
-    read = path / "exact" if request.param == "deepseek_v3" else path / "model"
+    read = path / "model" if request.param == "qwen3" else path / "exact"
     return Case(request.param, path / "model", AutoModelForCausalLM.from_pretrained(read, dtype=torch.float32).eval())
 
 

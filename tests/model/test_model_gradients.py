@@ -1,4 +1,4 @@
-"""Gradients of the whole model in float64 are those of transformers where the routing is replayed (others: ``test_model_listed_families``)."""
+"""Gradients of the whole model in float64 are those of transformers where the routing is replayed (others: ``test_model_listed_gradients``)."""
 
 import pytest
 import torch

@@ -345,3 +345,24 @@ def test_experts_with_few_tokens_are_rounded_and_named_and_the_others_keep_their
             assert torch.equal(plain_weight(read), plain_weight(nearest))
         else:
             assert reconstruction_error(weight, read, hessian.mean()) < 0.8 * reconstruction_error(weight, nearest, hessian.mean())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_awq_of_a_mixture_changes_norms_and_no_bit_of_its_routers_logits(peer_model: Callable[..., Any], tmp_path: Path, dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "head_dim": 16}
+    peer = peer_model("qwen3_moe", **sizes)
+    with torch.no_grad():
+        for layer in peer.model.layers:
+            layer.post_attention_layernorm.weight[::7] *= 12
+    peer.to(dtype).save_pretrained(tmp_path / "float")
+    quantize_folder(tmp_path / "float", tmp_path / "awq", QuantizeOptions("awq", group_size=32), select("reference"), tokens_of(), lambda *at: None)
+    before, after = (dict(read_tensors(tmp_path / kind)) for kind in ("float", "awq"))
+    kernels, x = select("reference"), torch.randn(50, 64)
+    for layer in range(2):
+        norm, router = (f"model.layers.{layer}.{name}.weight" for name in ("post_attention_layernorm", "mlp.gate"))
+        assert after[norm].dtype == after[router].dtype == dtype and not torch.equal(before[norm], after[norm])
+        logits = [kernels.linear(kernels.rms_norm(x, tensors[norm].float(), 1e-6), tensors[router].float(), None) for tensors in (before, after)]
+        assert torch.equal(*logits)
+    plain = json.loads((tmp_path / "awq" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert plain == [f"model.layers.{layer}.mlp.gate" for layer in range(2)]

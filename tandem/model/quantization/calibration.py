@@ -1,27 +1,25 @@
 """Calibration text, and the inputs of a layer's linear layers for it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Routing, gate_of
-from tandem.model.attention import attend, rotations
+from tandem.kernels.api import Routing
+from tandem.kernels.kv_dtype import stored_dtype
+from tandem.model.attention import rotations
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.layer_pass import added, to_residual
-from tandem.model.layer_weights import with_factors
-from tandem.model.moe import gated, mixture
+from tandem.model.layer_pass import LayerBatch, run_layer
+from tandem.model.layer_weights import LayerWeights
+from tandem.model.moe import mixture
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 from tandem.types.input_file import read_input
-
-QKV, OUTPUT, GATE_UP, DOWN, END = range(5)
-"""The inputs of a layer's four linear layers in the order of the forward pass, and the layer's output."""
 
 CHUNK_TOKENS = 4096
 
@@ -87,38 +85,56 @@ def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
         yield Chunk(residual, positions, PackedContext(bounds, max(lengths)))
 
 
+class _Reached(Exception):
+    """Ends the forward pass of a layer at the matrix whose inputs are wanted."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
 @torch.no_grad()
-def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
-    """Returns what layer ``index`` computes from ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
-    stream [T, H] after it."""
-    kernels, eps, centred = decoder.kernels, decoder.shapes.rms_norm_eps, decoder.shapes.centred_norms
-    step = with_factors(decoder._plain_steps()[index])
-    x, residual = added(kernels, None, chunk.residual, step.input_norm, eps, centred)
-    normed = x
-    if stage == QKV:
-        return x
-    qkv = kernels.linear(x, step.qkv, step.qkv_bias)
-    rotation = rotations(chunk.positions, decoder.rotary_tables, decoder.rotary_order)[step.attention.rotation]
-    x = attend(kernels, step.attention, qkv, rotation, chunk.context)
-    if stage == OUTPUT:
-        return x
-    x = kernels.linear(x, step.output, step.output_bias)
-    x = x if step.written is None else to_residual(kernels, x, step.written[0], eps, centred)
-    x, residual = (normed, x + residual) if step.parallel_blocks else added(kernels, x, residual, step.mlp_norm, eps, centred)
-    if stage == GATE_UP:
-        return x
-    inner = None if step.gate_up is None else gate_of(kernels, step.activation)(kernels.linear(x, step.gate_up, step.gate_up_bias))
-    if stage == DOWN:
-        assert inner is not None, "the layer has a mixture without shared experts"
-        return inner
-    dense = None if inner is None else kernels.linear(inner, step.down, step.down_bias)
-    if step.experts is not None:
-        routed = mixture(kernels, step.experts, x)
-        x = routed if dense is None else routed + gated(kernels, step.experts, x, dense)
-    else:
-        assert dense is not None
-        x = dense
-    return residual + (x if step.written is None else to_residual(kernels, x, step.written[1], eps, centred))
+def inputs_of(decoder: Decoder, index: int, weight: Tensor, chunk: Chunk) -> Tensor:
+    """Returns the inputs [T, K] of the matrix with the parameter ``weight`` in layer ``index``, which may be one of its shared experts."""
+    return _read_by(decoder, _step(decoder, index), weight, chunk)
+
+
+@torch.no_grad()
+def mlp_inputs_of(decoder: Decoder, index: int, chunk: Chunk) -> Tensor:
+    """Returns what the MLP or the mixture of layer ``index`` reads [T, H]."""
+    first = torch.empty(0)
+    return _read_by(decoder, _step(decoder, index)._replace(gate_up=first), first, chunk)
+
+
+@torch.no_grad()
+def after_layer(decoder: Decoder, index: int, chunk: Chunk) -> Chunk:
+    """Returns ``chunk`` behind layer ``index``."""
+    x, residual = run_layer(_batch(decoder, chunk, decoder.kernels.linear), _step(decoder, index), None, chunk.residual)
+    return chunk._replace(residual=residual + x)
+
+
+def _read_by(decoder: Decoder, step: LayerWeights, weight: Tensor, chunk: Chunk) -> Tensor:
+    def linear(x: Tensor, other: Any, bias: Tensor | None) -> Tensor:
+        if other is weight:
+            raise _Reached(x)
+        return decoder.kernels.linear(x, other, bias)
+
+    try:
+        # Experts are left out, which shared ones do not wait for.
+        run_layer(_batch(decoder, chunk, linear), step._replace(experts=None), None, chunk.residual)
+    except _Reached as reached:
+        return reached.inputs
+    raise AssertionError("the layer has no product with this matrix")
+
+
+def _step(decoder: Decoder, index: int) -> LayerWeights:
+    return decoder._plain_steps()[index]
+
+
+def _batch(decoder: Decoder, chunk: Chunk, linear: Callable[[Tensor, Any, Tensor | None], Tensor]) -> LayerBatch:
+    rotated = rotations(chunk.positions, decoder.rotary_tables, decoder.rotary_order)
+    kept = stored_dtype(decoder.kv_cache_dtype, decoder.dtype)
+    return LayerBatch(decoder.kernels, linear, rotated, chunk.context, kept, decoder._collectives, None, None, None, None, False)
 
 
 class RoutedInputs(NamedTuple):
@@ -132,7 +148,7 @@ class RoutedInputs(NamedTuple):
 @torch.no_grad()
 def routed_inputs(decoder: Decoder, index: int, chunk: Chunk) -> RoutedInputs:
     """Returns the inputs of the experts of layer ``index``, each of the tokens that its router sends there."""
-    x, experts = inputs_of(decoder, index, GATE_UP, chunk), decoder._plain_steps()[index].experts
+    x, experts = mlp_inputs_of(decoder, index, chunk), _step(decoder, index).experts
     assert experts is not None
     route, routings, inner = experts.route(decoder.kernels), list[Routing](), list[Tensor]()
 

@@ -65,6 +65,18 @@ def round_experts(decoder: Decoder, index: int, scheme: Scheme) -> dict[str, Qua
 
 
 @torch.no_grad()
+def replace_experts(decoder: Decoder, index: int, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Puts the dequantized ``weights`` by module in the places of the plain matrices of the experts of layer ``index``."""
+    experts = decoder._layers()[decoder.layer_numbers.index(index)].experts
+    if experts is None:
+        return
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    for expert, (gate, up, down) in enumerate(expert_modules(decoder, index)):
+        experts.gate_up_proj[expert].copy_(torch.cat([plain_weight(weights[gate]), plain_weight(weights[up])]))
+        experts.down_proj[expert].copy_(plain_weight(weights[down]))
+
+
+@torch.no_grad()
 def gptq_experts(
     decoder: Decoder, index: int, chunks: Sequence[Chunk], scheme: Scheme, *, damping: float, act_order: bool
 ) -> tuple[dict[str, QuantizedWeight], list[str]]:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggin
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.quantization import calibration
-from tandem.model.quantization.awq import clip, fold_into_norm, sampled, search_scales
-from tandem.model.quantization.experts import gptq_experts, round_experts
+from tandem.model.quantization.awq import clip
+from tandem.model.quantization.awq_layer import clip_experts, is_of_queries, sampled_inputs, scale_layer
+from tandem.model.quantization.experts import gptq_experts, replace_experts, round_experts
 from tandem.model.quantization.gptq import Hessian, gptq
 from tandem.model.quantization.load import projections_of
 from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, Stored, joined_rows, round_to_nearest, split_rows
@@ -90,7 +92,10 @@ def quantize_folder(
         quantized, rounded = _quantize(decoder, options, dtype, sequences, progress)
         write_file(partial / WEIGHTS, _all_tensors(decoder, quantized, options.method, dtype))
         config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
-        config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping, left_plain(decoder.shapes))
+        plain = left_plain(decoder.shapes)
+        if options.method == "awq":
+            plain = tuple(module for each in parameters(decoder.shapes) if (module := each.name.removesuffix(".weight")).endswith(plain))
+        config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
@@ -139,21 +144,20 @@ def _quantize(
     chunks = list(calibration.chunks_of(decoder, sequences)) if is_calibrated else []
     for index in range(layers):
         if options.method == "awq":
-            _scale_layer(decoder, index, chunks, scheme, dtype)
-        for stage, (linear, modules) in enumerate(projections_of(decoder, index)):
+            scale_layer(decoder, index, chunks, scheme, dtype)
+        for linear, modules in projections_of(decoder, index):
             if modules[0].endswith(plain):
                 continue
             assert linear.weight is not None
-            weight = linear.weight.detach()
+            weight, inputs = linear.weight.detach(), partial(calibration.inputs_of, decoder, index, linear.weight)
             if options.method == "gptq":
                 hessian = Hessian(linear.columns)
                 for chunk in chunks:
-                    hessian.add(calibration.inputs_of(decoder, index, stage, chunk))
+                    hessian.add(inputs(chunk))
                 quantised = gptq(weight, hessian.mean(), scheme, damping=options.damping, act_order=options.act_order)
             else:
-                if options.method == "awq" and stage != calibration.QKV:
-                    # Queries and keys are not clipped, because attention exponentiates their product.
-                    weight = clip(weight, _sample(decoder, index, stage, chunks), scheme)
+                if options.method == "awq" and not is_of_queries(modules[0]):
+                    weight = clip(weight, sampled_inputs(chunks, inputs), scheme)
                 quantised = round_to_nearest(weight, scheme)
             if is_calibrated:
                 linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
@@ -163,40 +167,12 @@ def _quantize(
             weights |= of_experts
             rounded += few
         else:
-            weights |= round_experts(decoder, index, scheme)
-        chunks = [c._replace(residual=calibration.inputs_of(decoder, index, calibration.END, c)) for c in chunks]
+            if options.method == "awq":
+                clip_experts(decoder, index, chunks, scheme)
+            of_experts = round_experts(decoder, index, scheme)
+            weights |= of_experts
+            if is_calibrated:
+                replace_experts(decoder, index, of_experts)
+        chunks = [calibration.after_layer(decoder, index, chunk) for chunk in chunks]
         progress(index + 1, layers)
     return weights, rounded
-
-
-def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.Chunk]) -> Tensor:
-    """Returns a sample of some hundred input rows, from every chunk."""
-    return sampled(torch.cat([sampled(calibration.inputs_of(decoder, index, stage, chunk)) for chunk in chunks]))
-
-
-def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme, dtype: torch.dtype) -> None:
-    """Searches the scales of each linear layer's inputs and folds their inverse into the operation that computes the inputs: a norm, the
-    rows of v, or the rows of up. With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not
-    scaled. Where attention and MLP read the same norm, their matrices share its scales. ``dtype``: of the norms in the folder."""
-    layer, shapes = decoder._layers()[index], decoder.shapes
-    down = layer.down_proj
-    qkv, gate_up = layer.qkv_proj, layer.gate_up_proj
-    assert qkv is not None and gate_up is not None and down is not None
-    for stage, linear in enumerate((qkv, layer.o_proj, gate_up, down)):
-        if stage == calibration.OUTPUT and shapes.num_attention_heads != shapes.num_key_value_heads:
-            continue
-        if stage == calibration.GATE_UP and shapes.parallel_blocks:
-            continue
-        scaled = [each.weight for each in ((linear, gate_up) if stage == calibration.QKV and shapes.parallel_blocks else (linear,)) if each.weight is not None]
-        scales = search_scales(torch.cat([weight.detach() for weight in scaled]), _sample(decoder, index, stage, chunks), scheme)
-        if stage in (calibration.QKV, calibration.GATE_UP):
-            name = "input_layernorm" if stage == calibration.QKV else "pre_feedforward_layernorm" if shapes.post_norms else "post_attention_layernorm"
-            scales = fold_into_norm(layer.norms()[name], scales, shapes.norms_from_one, dtype)
-        else:
-            before = qkv if stage == calibration.OUTPUT else gate_up
-            assert before.weight is not None
-            before.weight[-len(scales) :].div_(scales.unsqueeze(1))
-            if before.bias is not None:
-                before.bias[-len(scales) :].div_(scales)
-        for weight in scaled:
-            weight.mul_(scales)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kernels.quantized import QuantizedWeight
 from tandem.layout.expert_shapes import SHARED_GATE
 from tandem.layout.latent_attention import WITHIN_HEADS
-from tandem.layout.linear_attention import OUTPUT, PROJECTIONS
+from tandem.layout.linear_attention import GATES
 from tandem.layout.shapes import ModelShapes
 from tandem.model.quantization.bits import AWQ_ORDER, pack_words
 
@@ -20,12 +20,6 @@ CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
 
 def cannot(shapes: ModelShapes, method: Method) -> str | None:
     """Returns what a model of ``shapes`` has that ``method`` cannot quantize, in words that follow "has"; ``None`` if it can."""
-    if method not in CALIBRATED:
-        return None
-    if shapes.latent is not None or shapes.linear_attention is not None:
-        return f"{'latent' if shapes.latent is not None else 'linear'} attention, whose inputs --method {method} does not calibrate on"
-    if method == "awq" and shapes.experts is not None:
-        return "a mixture of experts, whose inputs --method awq does not search scales for"
     if method == "awq" and not shapes.pre_norms:
         return "no norms before attention and MLP, into which --method awq folds its scales"
     return None
@@ -33,10 +27,10 @@ def cannot(shapes: ModelShapes, method: Method) -> str | None:
 
 def left_plain(shapes: ModelShapes) -> tuple[str, ...]:
     """Returns what the names of the layers' linear modules end with that stay as they are: routers, the gate of shared experts, the matrix that latent
-    attention multiplies head by head, and linear attention, as the recipes of llm-compressor leave them."""
+    attention multiplies head by head, and the gates of linear attention, whose products decays exponentiate; Qwen's own folders in fp8 leave them so too."""
     experts = () if shapes.experts is None else (shapes.experts.names.router, *((SHARED_GATE.removesuffix(".weight"),) if shapes.experts.shared_gate else ()))
     latent = () if shapes.latent is None else (f"self_attn.{WITHIN_HEADS}",)
-    linear = () if shapes.linear_attention is None else tuple(f"linear_attn.{name}" for name in (*PROJECTIONS, OUTPUT))
+    linear = () if shapes.linear_attention is None else (f"linear_attn.{GATES}",)
     return (*experts, *latent, *linear)
 
 
@@ -72,12 +66,13 @@ def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iter
 
 
 def quantization_config(method: Method, group_size: int, act_order: bool, damping: float, plain: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the ``quantization_config`` as the format's own tools write it. ``plain``: see ``left_plain``."""
+    """Returns the ``quantization_config`` as the format's own tools write it. ``plain``: see ``left_plain``; the modules themselves for ``awq``,
+    whose readers look for parts of names."""
     size = group_size or -1
     if method == "awq":
         return {
             "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
-            "modules_to_not_convert": None,
+            "modules_to_not_convert": list(plain) or None,
         }  # fmt: skip
     if method == "gptq":
         return {
