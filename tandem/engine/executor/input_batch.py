@@ -172,7 +172,7 @@ class InputBatch:
             is_greedy=not bool(temperature.any()),
         )
 
-    def narrow(self, selected: SelectedRows, places: list[int]) -> SelectedRows:
+    def narrow(self, selected: SelectedRows, places: Series[int]) -> SelectedRows:
         """Returns the selected rows at ``places`` of ``selected``."""
         return self.select(tuple(selected.rows[place] for place in places))
 
