@@ -24,7 +24,7 @@ from start_model import recipe_with, warm_model
 from tandem.pod.prompts import prompt_source
 
 TOKENS = 32
-WORKLOADS = {("fixed", 256): 4.0, ("natural", 256): 4.0, ("fixed", 1): 1.0}
+WORKLOADS = {("fixed", 256): 3.0, ("natural", 256): 3.0, ("fixed", 1): 1.0}
 """Lengths, how many at once, and the ratio of tokens a CPU second that is promised."""
 CALLS = {256: 1, 1: 5}
 """Calls in one round: a single sequence takes so little that several make one measurement."""
@@ -89,10 +89,12 @@ def main() -> None:
                 cells += [*(f"{1 / best:,.0f} / {1 / median:,.0f}" for best, median in (a, b)), f"**{b[0] / a[0]:.2f}** / {b[1] / a[1]:.2f}"]
                 drawn = tokens[0] / CALLS[sequences]
                 least_s = operations(model, sequences, sum(prompt_tokens[:sequences]), round(drawn)) / rate[kind] / drawn
-                cells.append(f"{b[0] / least_s:.2f}")
+                # A single row is limited by the weights' way from memory, not by arithmetic.
+                bound = b[0] / least_s if sequences > 1 else None
+                cells.append("" if bound is None else f"{bound:.2f}")
                 if kind == "cpu_s" and threads == 1:
                     what = f"rollout, tokens a CPU second, {sequences} sequence{'s' if sequences > 1 else ''}, {lengths} lengths"
-                    target, bound = WORKLOADS[lengths, sequences], b[0] / least_s
+                    target = WORKLOADS[lengths, sequences]
                     promises.append({"what": what, "ratio": b[0] / a[0], "median": b[1] / a[1], "target": target, "bound": bound})
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], file=sys.stderr, flush=True)
