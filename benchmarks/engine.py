@@ -1,6 +1,6 @@
 """Our engine beside vLLM, transformers' generate and llama.cpp: the same random weights, the same prompts, in turns.
 
-    python benchmarks/engine.py [--sections throughput start llama prefix chunked] [--models 3.7M 84M 0.5B] [--threads 1 2]
+    python benchmarks/engine.py [--sections throughput start llama prefix first chunked] [--models 3.7M 84M 0.5B] [--threads 1 2]
                                 [--vllm-python .venv-vllm/bin/python] [--llama-python .venv-llama/bin/python]
                                 [--peer-python .venv-peer/bin/python] [--without vLLM llama.cpp] [--quick] [--estimate]
 
@@ -9,6 +9,7 @@ throughput  64 sequences of 32 prompt and 128 new tokens at temperature 1: token
 start       from the start of the process to the first token
 llama       batch 1 and 16 beside llama.cpp on F32 and Q8_0
 prefix      16 samples of a 512-token prompt over one prefill
+first       64 prompts of 512 tokens sent at once: mean and 99th percentile of the times to their first tokens
 chunked     a 4k prompt beside 16 decoding sequences, for several budgets of tokens a step
 
 Each part (a section of a model at a thread count) goes to WORK/engine.json as it ends, and is not measured again there: a run
@@ -31,14 +32,17 @@ from typing import Any
 
 import engine_parts
 from engine_models import MODELS, flops
-from engine_parts import Sides, Workload
+from engine_parts import FIRST, Sides, Workload
 from engine_report import REPORTS, with_bound
 from machine import SideFailed, machine, peer_python, write_ratios, write_report
 from options import parser
 
 from tandem.engine.llm import LLM
 
-SECTIONS = {"throughput": ("3.7M", "84M", "0.5B"), "start": ("0.5B",), "llama": ("84M", "0.5B"), "prefix": ("84M",), "chunked": ("84M",)}
+SECTIONS = {
+    "throughput": ("3.7M", "84M", "0.5B"), "start": ("0.5B",), "llama": ("84M", "0.5B"), "prefix": ("84M",), "first": ("3.7M", "84M"),
+    "chunked": ("84M",),
+}  # fmt: skip
 """By section the models it is measured on unless --models says others."""
 NEEDS = {"llama": ("llama.cpp",)}
 """Sections that have nothing to say without a peer."""
@@ -108,6 +112,8 @@ def guess_s(section: str, model: str, threads: int, load: Workload, sides: int, 
         return 3 * begin + load.rounds * 3 * flops(model, 32, load.prompt, load.new) / rate
     if section == "prefix":
         return 2 * begin + (load.rounds + 1) * 5 * flops(model, 1, 512, 1) / rate
+    if section == "first":
+        return 2 * begin + load.rounds * 2 * flops(model, FIRST["sequences"], FIRST["prompt"], FIRST["new"]) * 1.5 / rate
     return 2 * (budgets + 1) * (begin + load.rounds * flops(model, 1, 4096, 1) * 3 / rate)
 
 

@@ -19,6 +19,10 @@ VLLM = {
 }  # fmt: skip
 """In one process, without pinning its threads to cores that others may use."""
 UNCHUNKED = 8192
+FIRST = {"sequences": 64, "prompt": 512, "new": 16}
+"""Requests that are sent at once, the tokens of their prompts, and those that each goes on to draw beside the prompts of the others."""
+FIRST_BUDGET = 4096
+"""Tokens a step of every side there."""
 Part = dict[str, Any]
 
 
@@ -90,8 +94,8 @@ def throughput(sides: Sides, model: str, threads: int, load: Workload) -> Part:
                     found[name][kind].append(took)
         greedy = agreement(running, next(calls), min(8, load.sequences), load.prompt, min(load.new, 32))
         peak = {name: side.ask(f"generate {next(calls)} 1 {load.prompt} 1 1.0")["peak_bytes"] for name, side in running.items()}
-    work = flops(model, load.sequences, load.prompt, load.new)
-    return {"sides": found, "rate": rates, "greedy": greedy, "peak_bytes": peak, "flops": work}
+    work, of_first = (flops(model, load.sequences, load.prompt, new) for new in (load.new, 1))
+    return {"sides": found, "rate": rates, "greedy": greedy, "peak_bytes": peak, "flops": work, "flops_of_first": of_first}
 
 
 def agreement(running: dict[str, Driven], call: int, sequences: int, prompt: int, new: int) -> Part:
@@ -165,6 +169,24 @@ def prefix(sides: Sides, model: str, threads: int, load: Workload) -> Part:
                     if number:
                         found[name][kind].append(took)
     return {"sides": found}
+
+
+def first(sides: Sides, model: str, threads: int, load: Workload) -> Part:
+    """Many prompts at once: the seconds to the first token of each, ours and vLLM's, with the same budget of tokens a step."""
+    starts: dict[str, Callable[..., Driven]] = {"tandem": sides.tandem, **sides.peers(("vLLM",))}
+    sequences, prompt, new = FIRST.values()
+    with ExitStack() as stack:
+        settings = {"max_num_batched_tokens": FIRST_BUDGET, "max_model_len": 1024}
+        running = {name: stack.enter_context(begin(model, threads, **settings)) for name, begin in starts.items()}
+        rounds: dict[str, list[Part]] = {name: [] for name in running}
+        rates: list[Part] = []
+        for side in running.values():
+            side.ask(f"first 1 2 {prompt} 2")
+        for call in range(2, load.rounds + 2):
+            rates.append(running["tandem"].ask("rate"))
+            for name, side in running.items():
+                rounds[name].append(side.ask(f"first {call} {sequences} {prompt} {new}"))
+    return {"sides": rounds, "rate": rates, "flops_of_prompt": flops(model, 1, prompt, 1)}
 
 
 def chunked(sides: Sides, model: str, threads: int, load: Workload, budgets: Sequence[int]) -> Part:

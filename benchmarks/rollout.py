@@ -2,6 +2,8 @@
 
     python benchmarks/rollout.py [--peer-python .venv-peer/bin/python] [--rounds 8] [--threads 1 2]
 
+The bound of a ratio is what it would be if ours took the matrix products of the layers alone, at the rate of torch's product measured in the same rounds.
+
 Sampled at temperature 1 from the same warm model, every prompt another one. ``fixed``: end tokens ignored, so that both sides
 make exactly the same number of tokens. ``natural``: each completion ends where the model ends it, as in a rollout. Ours also
 gives text and raw and processed log-probabilities of every token, which ``generate`` is not asked for. Both sides are processes
@@ -22,15 +24,27 @@ from start_model import recipe_with, warm_model
 from tandem.pod.prompts import prompt_source
 
 TOKENS = 32
-WORKLOADS = {("fixed", 256): 4.0, ("natural", 256): 4.0, ("fixed", 1): 1.0}
+WORKLOADS = {("fixed", 256): 3.0, ("natural", 256): 3.0, ("fixed", 1): 1.0}
 """Lengths, how many at once, and the ratio of tokens a CPU second that is promised."""
 CALLS = {256: 1, 1: 5}
 """Calls in one round: a single sequence takes so little that several make one measurement."""
 Workload = tuple[str, int]
 
 
-def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> dict[Workload, dict[str, list[dict[str, Any]]]]:
-    """By workload and side: the counted rounds."""
+def operations(model: Path, sequences: int, prompt_tokens: int, tokens: int) -> float:
+    """Floating-point operations of the matrix products of one call. In the last layer and the head those of drawn tokens are counted alone."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    heads = config["head_dim"] * (2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"])
+    layer = hidden * (heads + 3 * inner)
+    # The last token of a sequence is never fed.
+    return 2.0 * (layer * ((layers - 1) * (prompt_tokens + tokens - sequences) + tokens) + hidden * config["vocab_size"] * tokens)
+
+
+def measure(
+    model: Path, work: Path, peer: str, threads: int, rounds: int
+) -> tuple[dict[Workload, dict[str, list[dict[str, Any]]]], dict[str, float], list[int]]:
+    """By workload and side: the counted rounds. Then the best rates of torch's matrix product by kind of seconds, and the lengths of the prompts."""
     recipe = recipe_with()
     with tempfile.TemporaryDirectory(dir=work) as folder:
         prompts = Path(folder) / "prompts.json"
@@ -41,7 +55,10 @@ def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> di
         theirs = [peer, HERE / "peers" / "transformers_generate.py", model, prompts, str(TOKENS), str(threads)]
         with Driven("tandem", ours, threads, work / "a.log") as a, Driven("transformers", theirs, threads, work / "b.log") as b:
             found: dict[Workload, dict[str, list[dict[str, Any]]]] = {w: {"tandem": [], "transformers": []} for w in WORKLOADS}
+            rate = {"cpu_s": 0.0, "wall_s": 0.0}
             for number in range(rounds + 1):
+                measured = a.ask("rate")
+                rate = {kind: max(best, measured[kind]) for kind, best in rate.items()}
                 for lengths, sequences in WORKLOADS:
                     for name, side in (("tandem", a), ("transformers", b)):
                         parts = [side.ask(f"{lengths} {sequences}") for _ in range(CALLS[sequences])]
@@ -49,7 +66,7 @@ def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> di
                         assert lengths == "natural" or took["tokens"] == sequences * TOKENS * CALLS[sequences], took
                         if number:
                             found[lengths, sequences][name].append(took)
-    return found
+    return found, rate, [len(prompt) for prompt in chosen]
 
 
 def main() -> None:
@@ -61,7 +78,8 @@ def main() -> None:
     model = warm_model(options.work)
     lines, promises = [], []
     for threads in options.threads:
-        for (lengths, sequences), sides in measure(model, options.work, peer, threads, options.rounds).items():
+        measured, rate, prompt_tokens = measure(model, options.work, peer, threads, options.rounds)
+        for (lengths, sequences), sides in measured.items():
             tokens = [sum(p["tokens"] for p in sides[name]) / len(sides[name]) for name in ("tandem", "transformers")]
             cells = [f"{threads}", f"{sequences}", lengths, f"{tokens[0]:,.0f} / {tokens[1]:,.0f}"]
             for kind in ("cpu_s", "wall_s"):
@@ -69,19 +87,26 @@ def main() -> None:
                     best_and_median([part[kind] / part["tokens"] for part in sides[name]]) for name in ("tandem", "transformers")
                 )
                 cells += [*(f"{1 / best:,.0f} / {1 / median:,.0f}" for best, median in (a, b)), f"**{b[0] / a[0]:.2f}** / {b[1] / a[1]:.2f}"]
+                drawn = tokens[0] / CALLS[sequences]
+                least_s = operations(model, sequences, sum(prompt_tokens[:sequences]), round(drawn)) / rate[kind] / drawn
+                # A single row is limited by the weights' way from memory, not by arithmetic.
+                bound = b[0] / least_s if sequences > 1 else None
+                cells.append("" if bound is None else f"{bound:.2f}")
                 if kind == "cpu_s" and threads == 1:
                     what = f"rollout, tokens a CPU second, {sequences} sequence{'s' if sequences > 1 else ''}, {lengths} lengths"
-                    promises.append({"what": what, "ratio": b[0] / a[0], "median": b[1] / a[1], "target": WORKLOADS[lengths, sequences]})
+                    target = WORKLOADS[lengths, sequences]
+                    promises.append({"what": what, "ratio": b[0] / a[0], "median": b[1] / a[1], "target": target, "bound": bound})
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], file=sys.stderr, flush=True)
     about = (
         f"Best / median of {options.rounds} interleaved rounds; {TOKENS} new tokens a sequence at most, sampled at temperature 1; fixed "
         "lengths: end tokens ignored, natural: each ends where the model ends it; every prompt another one; the sort recipe's warm "
-        "model. Ours also returns log-probabilities and text."
+        "model. Ours also returns log-probabilities and text. Bound: the ratio if ours took its matrix products alone, at the rate of torch's "
+        "product in the same rounds."
     )
-    sides = "tandem | transformers | ratio"
+    sides = "tandem | transformers | ratio | bound"
     header = f"| threads | sequences | lengths | tokens a round, tandem / transformers | tokens / CPU s, {sides} | tokens / wall s, {sides} |"
-    text = "\n".join(["# Rollout beside transformers' generate", "", f"{described}\n\n{about}", "", header, "|---" * 10 + "|", *lines])
+    text = "\n".join(["# Rollout beside transformers' generate", "", f"{described}\n\n{about}", "", header, "|---" * 12 + "|", *lines])
     print(text)
     print(f"wrote {write_report('rollout', text, options.out)}")
     write_ratios("rollout", promises, options.work)

@@ -4,6 +4,8 @@
 ``samples CALL PROMPT N REQUESTS``: REQUESTS requests of one and the same prompt, each with N samples of one token.
 ``latency CALL DECODING PROMPT STEPS``: the seconds of STEPS steps in which DECODING sequences decode alone, then those of the
 steps in which a prompt of PROMPT tokens is prefilled beside them.
+``first CALL SEQUENCES PROMPT NEW``: that many streamed requests of PROMPT random tokens and NEW new ones, all sent at once: the
+seconds from then to the first token of each.
 ``prompts CALL SEQUENCES PROMPT``: the prompts themselves.
 ``rate``: floating-point operations a second of torch's matrix product. Prompts are a function of CALL, so that every side
 gets the same ones and none finds in its cache what another call has left. Standard library and ``torch`` only.
@@ -24,9 +26,11 @@ Generate = Callable[[list[list[int]], int, float], list[list[int]]]
 
 
 class Stepper(Protocol):
-    """An engine that is driven step by step."""
+    """An engine that is driven step by step. ``spoke``: whose tokens the last step returned, of those that stream."""
 
-    def add(self, name: str, prompt: list[int], new: int) -> None: ...
+    spoke: set[str]
+
+    def add(self, name: str, prompt: list[int], new: int, streams: bool = False) -> None: ...
 
     def step(self) -> set[str]:
         """One step; the names that ended with it."""
@@ -94,6 +98,22 @@ def latency(stepper: Stepper, call: int, decoding: int, prompt: int, steps: int,
     return {"alone": alone, "beside": beside}
 
 
+def first_tokens(stepper: Stepper, call: int, sequences: int, prompt: int, new: int, vocabulary: int) -> dict[str, list[float]]:
+    """Wall and CPU seconds from the sending of all requests to the first token of each, in the order of the requests."""
+    asked = {f"{call}-{i}": tokens for i, tokens in enumerate(prompts(call, sequences, prompt, vocabulary))}
+    watch, took = Stopwatch(), dict[str, dict[str, float]]()
+    watch.start()
+    for name, tokens in asked.items():
+        stepper.add(name, tokens, new, streams=True)
+    open_requests = set(asked)
+    while open_requests:
+        open_requests -= stepper.step()
+        now = watch.stop()
+        for name in stepper.spoke - took.keys():
+            took[name] = now
+    return {kind: [took[name][kind] for name in asked] for kind in ("wall_s", "cpu_s")}
+
+
 def serve(
     generate: Generate, vocabulary: int, stepper: Stepper | None = None, samples: Callable[[list[int], int, int], None] | None = None,
     others: dict[str, Callable[[Sequence[str]], dict[str, Any]]] | None = None,
@@ -121,6 +141,9 @@ def serve(
         elif name == "latency" and stepper is not None:
             call, decoding, length, steps = map(int, given)
             answer(**latency(stepper, call, decoding, length, steps, vocabulary))
+        elif name == "first" and stepper is not None:
+            call, count, length, new = map(int, given)
+            answer(**first_tokens(stepper, call, count, length, new, vocabulary))
         elif name == "prompts":
             call, count, length = map(int, given)
             answer(prompts=prompts(call, count, length, vocabulary))

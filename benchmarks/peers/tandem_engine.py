@@ -11,7 +11,7 @@ import torch
 from serve import serve
 
 from tandem.engine.llm import LLM
-from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 
 torch.set_num_threads(int(sys.argv[2]))
 
@@ -21,12 +21,16 @@ class Steps:
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.engine
+        self.spoke: set[str] = set()
 
-    def add(self, name: str, prompt: list[int], new: int) -> None:
-        self.engine.add_request(name, prompt, SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True))
+    def add(self, name: str, prompt: list[int], new: int, streams: bool = False) -> None:
+        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
+        self.engine.add_request(name, prompt, SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, output_kind=kind))
 
     def step(self) -> set[str]:
-        return {output.request_id for output in self.engine.step()}
+        outputs = self.engine.step()
+        self.spoke = {output.request_id for output in outputs}
+        return {output.request_id for output in outputs if output.finished}
 
     def abort(self, names: list[str]) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""Our side of the rollout benchmark, with the commands and the usage of ``transformers_generate.py``. The prefix cache is on, as
+"""Our side of the rollout benchmark, with the commands and the usage of ``transformers_generate.py``, and ``rate`` of ``serve.py``. The prefix cache is on, as
 in a run, but every call has prompts of its own salt, so that no call finds what another has left."""
 
 import json
@@ -7,6 +7,7 @@ import sys
 import torch
 from clock import Stopwatch
 from lines import answer, command
+from serve import matrix_rate
 
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -23,6 +24,9 @@ def main() -> None:
     watch, calls = Stopwatch(), 0
     answer(ready=True)
     while (words := command())[0] != "quit":
+        if words[0] == "rate":
+            answer(**matrix_rate())
+            continue
         calls += 1
         watch.start()
         asked = [{"prompt_token_ids": prompt, "cache_salt": str(calls)} for prompt in prompts[: int(words[1])]]

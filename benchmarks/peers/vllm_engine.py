@@ -13,6 +13,7 @@ from serve import serve
 torch.set_num_threads(int(sys.argv[2]))
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 
 class Steps:
@@ -20,13 +21,17 @@ class Steps:
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.llm_engine
+        self.spoke: set[str] = set()
 
-    def add(self, name: str, prompt: list[int], new: int) -> None:
-        params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    def add(self, name: str, prompt: list[int], new: int, streams: bool = False) -> None:
+        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.CUMULATIVE
+        params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=kind)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> set[str]:
-        return {output.request_id for output in self.engine.step() if output.finished}
+        outputs = self.engine.step()
+        self.spoke = {output.request_id for output in outputs}
+        return {output.request_id for output in outputs if output.finished}
 
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)

@@ -333,7 +333,11 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A step reads and writes a few lines in each of many pages, and with small ones spends as long in page walks as in attention.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -93,9 +93,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Raises ``UserError`` for an id outside the vocabulary."""
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise UserError(f"token id {token} is not in the tokenizer's vocabulary of {self.vocab_size}")
+        if len(ids) and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            token = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise UserError(f"token id {token} is not in the tokenizer's vocabulary of {self.vocab_size}")
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 

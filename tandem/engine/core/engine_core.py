@@ -64,7 +64,7 @@ class EngineCore:
         try:
             joined = [self._scheduler.running.by_row[row] for row in output.joined_rows + output.resumed_rows]
             if joined:
-                self._batch.join(joined, [len(sequence.known_tokens) for sequence in joined])
+                self._batch.join(joined, [sequence.num_known_tokens for sequence in joined])
             return self._runner.execute_model(output)
         except BaseException:
             self._fail([])

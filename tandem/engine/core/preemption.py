@@ -173,7 +173,7 @@ class Preemption:
 
     def _swap_out(self, sequence: Sequence) -> list[int]:
         """Returns the host blocks to which the step copies the computed tokens of ``sequence``; empty if they are recomputed instead."""
-        kv_cache, computed = self._kv_cache, len(sequence.known_tokens) - 1
+        kv_cache, computed = self._kv_cache, sequence.num_known_tokens - 1
         num_blocks = sum(block != NULL_BLOCK for block in sequence.blocks[: blocks_for(computed)])
         num_lost = kv_cache.num_exclusive_tokens(sequence.blocks)
         if kv_cache.states is not None and not kv_cache.states.free_host_rows:

@@ -147,6 +147,10 @@ class Sequence:
     def known_tokens(self) -> list[int]:
         return self.request.prompt_token_ids + self.token_ids
 
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
 
 @dataclass(slots=True, eq=False)
 class Prefill:

@@ -122,7 +122,7 @@ class RunningSequences:
         """
         for sequence in sequences:
             if keep_cache:
-                self._kv_cache.cache_sequence(sequence, len(sequence.known_tokens) - 1)
+                self._kv_cache.cache_sequence(sequence, sequence.num_known_tokens - 1)
             if self._kv_cache.states is not None:
                 self._kv_cache.states.release(sequence)
             row, table = sequence.row, sequence.blocks

@@ -169,11 +169,12 @@ class Scheduler:
         ``preempted``, so that no sequence is preempted after its allocation."""
         kv_cache, step = self.kv_cache, self.step
         due = self.running.take_due(step)
-        for sequence in due:
-            kv_cache.remove_skipped_blocks(sequence.blocks, sequence.offset + step)
+        if kv_cache.window:
+            for sequence in due:
+                kv_cache.remove_skipped_blocks(sequence.blocks, sequence.offset + step)
         short = due
         while short := [s for s in short if s.row >= 0 and kv_cache.needs_slot(s.blocks, s.offset + step)]:
-            if kv_cache.num_blocks_for_slots((s.blocks, s.offset + step) for s in short) <= kv_cache.num_free_blocks:
+            if len(short) <= kv_cache.num_free_blocks or kv_cache.num_blocks_for_slots((s.blocks, s.offset + step) for s in short) <= kv_cache.num_free_blocks:
                 break
             if self.batching.held:
                 self.running.free_held()
@@ -280,8 +281,10 @@ class Scheduler:
         if not num_running or self.kv_cache.reservation:
             return 0
         first = prefill.sequences[0]
-        growth = blocks_for(first.request.max_length) - blocks_for(len(prefill.tokens))
-        patience = min((1 << min(first.num_preemptions, 30)) - 1, max(0, growth))
+        patience = 0
+        if first.num_preemptions:
+            growth = blocks_for(first.request.max_length) - blocks_for(len(prefill.tokens))
+            patience = min((1 << min(first.num_preemptions, 30)) - 1, max(0, growth))
         return num_running + len(prefill.sequences) + self.config.watermark_blocks + patience
 
     def _schedule_chunk(self, prefill: Prefill, budget: int) -> ScheduledPrefill:

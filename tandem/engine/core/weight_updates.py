@@ -87,6 +87,6 @@ def _keep(scheduler: Scheduler, batch: InputBatch, sequences: Series[Sequence]) 
     for sequence in kept:
         sequence.is_mixed = True
     if sequences:
-        batch.join(sequences, [len(sequence.known_tokens) for sequence in sequences])
+        batch.join(sequences, [sequence.num_known_tokens for sequence in sequences])
     # The runner caches its selection of rows by the identity of this tuple.
     scheduler.running.invalidate_rows()

@@ -145,11 +145,11 @@ class InputBatch:
         if self.is_mirrored:
             self.on_device.append(selected.device_index, tokens)
 
-    def width(self, rows: tuple[int, ...]) -> int:
-        """Returns the number of block-table columns that the next step of the decoding ``rows`` needs."""
-        if not rows:
+    def width(self, index: Tensor) -> int:
+        """Returns the number of block-table columns that the next step of the decoding rows ``index[R]``, which is on the CPU, needs."""
+        if not len(index):
             return 1
-        longest = int(self.host.length[list(rows)].max()) + self.is_mirrored
+        longest = int(self.host.length.index_select(0, index).max()) + self.is_mirrored
         return min((longest - 1) // BLOCK_TOKENS + 1, self.host.block_tables.shape[1])
 
     def select(self, rows: tuple[int, ...]) -> SelectedRows:
@@ -158,7 +158,7 @@ class InputBatch:
         (_, _, random_key, top_k), (temperature, top_p, min_p) = self.host.gather(index)
         return SelectedRows(
             rows=rows,
-            sequences=tuple(self.sequences[row] for row in rows),
+            sequences=tuple(map(self.sequences.__getitem__, rows)),
             index=index,
             start=self.start.index_select(0, index),
             limit=self.limit.index_select(0, index),
@@ -172,7 +172,7 @@ class InputBatch:
             is_greedy=not bool(temperature.any()),
         )
 
-    def narrow(self, selected: SelectedRows, places: list[int]) -> SelectedRows:
+    def narrow(self, selected: SelectedRows, places: Series[int]) -> SelectedRows:
         """Returns the selected rows at ``places`` of ``selected``."""
         return self.select(tuple(selected.rows[place] for place in places))
 
@@ -263,16 +263,18 @@ class InputBatch:
         width = max(counts)
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
         raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
-        specials = (
-            self.sequences, self.with_logits_processors, self.with_top_logprobs, self.with_stop_checker, self.with_repetition, self.streamed,
-            self.speculating, self.with_adapter,
+        every = (
+            self.with_logits_processors, self.with_top_logprobs, self.with_stop_checker, self.with_repetition, self.streamed, self.speculating,
+            self.with_adapter,
         )
+        specials = [special for special in every if special]
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]
             sequence.raw_logprobs += raw[i][:count]
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
+            self.sequences.pop(sequence.row, None)
             for special in specials:
                 special.pop(sequence.row, None)
 

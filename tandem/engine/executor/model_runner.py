@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -94,7 +94,7 @@ class ModelRunner:
         selected = self._select(output)
         if self.graphs is not None and not (output.prefills or drafts or self.batch.needs_host):
             self._last = None
-            sampled = self.graphs.run(selected.device_index, self.batch.width(output.decode_rows))
+            sampled = self.graphs.run(selected.device_index, self.batch.width(selected.index))
             return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
@@ -147,7 +147,7 @@ class ModelRunner:
         assert sampled is not None
         if step.done is not None:
             step.done.synchronize()
-        held = [place for place, (row, sequence) in enumerate(zip(selected.rows, selected.sequences, strict=True)) if sequence.row == row]
+        held = self._held(selected)
         if len(held) < len(selected.rows):
             # The rows that left ended in the previous step.
             if not held:
@@ -157,6 +157,12 @@ class ModelRunner:
             sampled = SampledRows(*(values.index_select(0, places) for values in sampled))
         self._record(selected, sampled, ended, stopped)
         return []
+
+    def _held(self, selected: SelectedRows) -> Sequence[int]:
+        """Returns the places of the selected rows whose sequences still have them. Without steps launched ahead none can have left its row."""
+        if not self.batch.is_mirrored:
+            return range(len(selected.rows))
+        return [place for place, (row, sequence) in enumerate(zip(selected.rows, selected.sequences, strict=True)) if sequence.row == row]
 
     def _restore_states(self, step: InFlightStep, verified: list[DraftOutput]) -> None:
         """Lets the rows whose draft tokens were rejected go on from their states after the last accepted one."""
@@ -206,7 +212,7 @@ class ModelRunner:
             spans = [[token, *draft] for token, draft in zip(fed, drafts, strict=True)]
             model_input = span_input(rows, index, spans, [length - 1 for length in lengths], self._draft_rows)
         else:
-            model_input = decode_input(rows, selected.device_index[:count], self.batch.width(output.decode_rows))
+            model_input = decode_input(rows, selected.device_index[:count], self.batch.width(selected.index[:count]))
         if output.prefills:
             model_input = add_prefills(model_input, output.prefills)
         if self.batch.with_adapter or any(chunk.adapter for chunk in output.prefills):
@@ -337,13 +343,15 @@ class ModelRunner:
         ]
 
     def _next_uniforms(self, selected: SelectedRows) -> Tensor:
-        """Returns the random number of each row at its position. For a kept selection, computes those of one block of positions at a time."""
+        """Returns the random number of each row at its position. For a selection that is kept, computes those of one block of positions at a time."""
         if selected.is_greedy:
             return torch.zeros(len(selected.rows), dtype=torch.float64, device=self.device)
         kept, ahead = self._uniforms
         if kept is not selected or not ahead:
             lengths = self.batch.on_device.length.index_select(0, selected.device_index)
-            ahead = list(uniforms(selected.random_key, lengths + torch.arange(BLOCK_TOKENS, device=self.device).unsqueeze(1)))
+            # While rows join or leave in every step, only the first of a block would be used.
+            count = BLOCK_TOKENS if kept is selected else 1
+            ahead = list(uniforms(selected.random_key, lengths + torch.arange(count, device=self.device).unsqueeze(1)))
             self._uniforms = (selected, ahead)
         return ahead.pop(0)
 

@@ -13,6 +13,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.kv_cache.block_events import BlockEvents
@@ -49,6 +50,7 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
+@lru_cache(maxsize=256)
 def root_hash(version: WeightVersion, adapter: str = "", salt: str = "") -> bytes:
     """Returns the hash that the chain of a sequence starts from."""
     text = f"{version.incarnation}\0{version.step}\0{len(adapter)}\0{adapter}\0{salt}"

@@ -83,6 +83,8 @@ class Moves(NamedTuple):
 
 def apply_moves(caches: Sequence[CacheLayer], host: Sequence[CacheLayer], moves: Moves) -> None:
     """Makes ``moves`` between ``caches`` and ``host``, layer by layer."""
+    if not any(moves):
+        return
     for sources, targets, copies in (
         (caches, host, moves.swap_outs), (host, caches, moves.swap_ins), (caches, caches, moves.copies),
     ):

@@ -102,8 +102,8 @@ class KVCacheManager:
     def allocate_slots(self, table: list[int], start: int, end: int) -> list[NewSlot] | None:
         """Makes positions ``start`` to ``end - 1`` of ``table`` writable: appends missing blocks and replaces shared ones, with a copy if they
         hold tokens before ``start``. Returns the new slots, or ``None`` and changes nothing if too few blocks are free."""
-        pool = self.block_pool
-        columns = [column for column in range(start // BLOCK_TOKENS, blocks_for(end)) if self._needs_block(table, column)]
+        pool, size = self.block_pool, len(table)
+        columns = [column for column in range(start // BLOCK_TOKENS, blocks_for(end)) if column >= size or pool.ref_count(table[column]) > 1]
         if len(columns) > pool.num_free_blocks:
             return None
         slots: list[NewSlot] = []
@@ -120,7 +120,8 @@ class KVCacheManager:
 
     def needs_slot(self, table: list[int], position: int) -> bool:
         """Returns whether ``allocate_slots`` would allocate a block for ``position`` of ``table``."""
-        return self._needs_block(table, position // BLOCK_TOKENS)
+        column = position // BLOCK_TOKENS
+        return column >= len(table) or self.block_pool.ref_count(table[column]) > 1
 
     def num_blocks_for_slots(self, slots: Iterable[tuple[list[int], int]]) -> int:
         """Returns the number of blocks that ``allocate_slots`` takes for all of these (table, position) together: the last of the tables that
@@ -134,9 +135,6 @@ class KVCacheManager:
             else:
                 shared[table[column]] += 1
         return missing + sum(min(count, self.block_pool.ref_count(block) - 1) for block, count in shared.items())
-
-    def _needs_block(self, table: list[int], column: int) -> bool:
-        return column >= len(table) or self.block_pool.ref_count(table[column]) > 1
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +171,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, hashes: list[bytes], table: list[int], num_tokens: int) -> None:
         """Adds the blocks of ``table``, a table of ``request``, that are full after ``num_tokens`` tokens to the prefix cache."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or num_tokens < BLOCK_TOKENS:
             return
         full = list(zip(hashes[: num_tokens // BLOCK_TOKENS], table, strict=False))
         self.cache_prompt_blocks(request.id, len(request.prompt_token_ids), 0, [block_hash for block_hash, _ in full], [block for _, block in full])
@@ -256,4 +254,4 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 def _known_columns(prefill: Prefill, computed: list[int]) -> list[int]:
     """Returns the start of a table that needs no new blocks: ``computed`` blocks, then the skipped ones of a swapped-out sequence."""
     rest = prefill.host_blocks[len(computed) :]
-    return list(computed) + [block for block in rest if block == NULL_BLOCK]
+    return list(computed) if not rest else list(computed) + [block for block in rest if block == NULL_BLOCK]

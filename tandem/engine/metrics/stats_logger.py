@@ -78,7 +78,7 @@ class StatsLogger:
 
     def _sample_cache(self, scheduler: Scheduler) -> None:
         pool, running = scheduler.kv_cache.block_pool, scheduler.running
-        unused = sum(len(s.blocks) * BLOCK_TOKENS - (s.offset + scheduler.step + 1) for s in running.by_row.values())
+        unused = sum([len(s.blocks) * BLOCK_TOKENS - s.offset for s in running.by_row.values()]) - len(running) * (scheduler.step + 1)
         unused += sum(len(table) * BLOCK_TOKENS for _, table in scheduler.batching.held)
         if running.prefilling is not None:
             unused += len(running.prefilling.blocks) * BLOCK_TOKENS - running.prefilling.num_computed_tokens

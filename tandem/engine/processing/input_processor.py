@@ -1,6 +1,7 @@
 """Validates what a caller asks for and builds the request and the sequences that the scheduler queues."""
 
 from collections.abc import Sequence as Series
+from typing import NamedTuple
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
@@ -19,6 +20,14 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
+class _Endings(NamedTuple):
+    """What ends the completions of the requests with ``params``: ``stop_token_ids`` as in ``Request``, and all tokens that may end one."""
+
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    end_tokens: frozenset[int]
+
+
 class InputProcessor:
     """Builds requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed; ``None``: not at all."""
 
@@ -32,6 +41,8 @@ class InputProcessor:
         self._structured_outputs = StructuredOutputManager(tokenizer, vocab_size)
         self._end_tokens = frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
         self._arrivals = 0
+        self._endings: _Endings | None = None
+        """Of the parameters that were checked last: those of one call are usually the same for all of its prompts."""
 
     def request(
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None, key: int | None = None,
@@ -42,7 +53,6 @@ class InputProcessor:
         ``Request``. Raises ``UserError`` if the engine cannot serve it."""
         tokens = self._truncated(prompt_token_ids, params)
         processors = self._check(tokens, params, draws=pooling is None)
-        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_tokens)
         longest = self._settings.max_model_len
         return Request(
             id=request_id,
@@ -52,7 +62,7 @@ class InputProcessor:
             seed=self._settings.seed if params.seed is None else params.seed,
             key=self._arrivals if key is None else key,
             arrival=self._arrivals,
-            stop_token_ids=tuple(sorted(stops)),
+            stop_token_ids=self._endings_of(params).stop_token_ids,
             end_token_ids=self._end_tokens,
             priority=priority,
             first_index=first_index,
@@ -107,10 +117,17 @@ class InputProcessor:
         params.check_vocabulary(vocab)
         if params.n > self._settings.max_num_seqs:
             check_completions(params.n)
-        if params.stop_texts and self._tokenizer is None:
+        if params.stop and self._tokenizer is None:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
-        end_tokens = self._end_tokens.union(params.stop_token_ids or ())
+        end_tokens = self._endings_of(params).end_tokens
         return make_logits_processors(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._structured_outputs)
+
+    def _endings_of(self, params: SamplingParams) -> _Endings:
+        if self._endings is None or self._endings.params is not params:
+            given = frozenset(params.stop_token_ids or ())
+            stops = given if params.ignore_eos else given | self._end_tokens
+            self._endings = _Endings(params, tuple(sorted(stops)), self._end_tokens | given)
+        return self._endings
 
     def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
         return truncate_prompt(prompt_token_ids, params.truncate_prompt_tokens, params.max_tokens, self._settings.max_model_len)
@@ -126,7 +143,7 @@ class InputProcessor:
         return most if asked is None else asked
 
     def _stop_checker(self, params: SamplingParams) -> StopChecker | None:
-        watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
+        watched = (params.stop or params.is_streamed) and params.max_tokens != 0 and params.detokenize
         return StopChecker(self._tokenizer, params) if watched and self._tokenizer is not None else None
 
 

@@ -47,5 +47,6 @@ class StopChecker:
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     """Returns the text of ``token_ids``. Ids beyond the tokenizer's vocabulary, which a model may have, have no text."""
-    known = [token for token in token_ids if token < tokenizer.vocab_size]
+    size = tokenizer.vocab_size
+    known = token_ids if max(token_ids, default=0) < size else [token for token in token_ids if token < size]
     return tokenizer.decode(known, skip_special_tokens)

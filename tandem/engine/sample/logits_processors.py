@@ -60,6 +60,8 @@ def make_logits_processors(
 ) -> LogitsProcessors | None:
     """Returns the logits processors of a request, ``None`` if it does not change its logits. ``end_tokens``: all that can end a completion.
     Raises ``UserError`` for bad words without a tokenizer and for a grammar that cannot be compiled."""
+    if not _may_change_logits(params):
+        return None
     bias = params.logit_bias or {}
     end = tuple(sorted(end_tokens)) if params.min_tokens else ()
     repeats = params.repetition_penalty != 1
@@ -78,6 +80,13 @@ def make_logits_processors(
     )
     has_bans = processors.bad_words or processors.min_tokens or allowed is not None or processors.grammar is not None
     return processors if bias or repeats or processors.counts_drawn or has_bans else None
+
+
+def _may_change_logits(params: SamplingParams) -> bool:
+    """Returns whether a request with ``params`` may have processors: most have none, and are told so at once."""
+    penalises = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+    forbids = params.allowed_token_ids is not None or params.structured_outputs is not None
+    return bool(params.logit_bias or penalises or forbids or params.bad_words or params.min_tokens)
 
 
 def apply_logits_processors(logits: Tensor, positions: Sequence[Position]) -> Tensor:

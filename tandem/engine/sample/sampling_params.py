@@ -182,6 +182,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ``UserError`` for a token id outside the vocabulary."""
+        if not (self.stop_token_ids or self.allowed_token_ids or self.logit_bias):
+            return
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 if not 0 <= token < vocab_size:
