@@ -1,7 +1,7 @@
 """Memory of packed weights, in pages of 2 MiB where the system has them.
 
-A decoding step reads every weight once. With pages of 4 KiB the processor looks up each of them and stops reading ahead at its end, and a matrix of a small model is
-smaller than two large pages. So the weights of one decoder lie one behind the other in pieces of many of them.
+A decoding step reads every weight once. With pages of 4 KiB the processor looks up each of them and stops reading ahead at its end, and a
+matrix of a small model has no whole large page. So weights lie one behind the other in pieces of many pages.
 """
 
 import contextlib
