@@ -1,9 +1,10 @@
 """Quantised linear layers beside fp32 ones and beside torch's own int8, and an engine in int8 beside itself in fp32.
 
-Linear layers, one thread: CPU microseconds of ours in fp32, int8 (weights and inputs), int4 (groups of 128), the same with inputs of 8 bits (w4a8), fp8 (emulated in fp32: no
-processor multiplies it) and bf16 storage, and of torch's dynamic int8 (``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are
-rounded with one scale for the whole batch) and MKL's fp32. Engine: a random Qwen3 of 84 million parameters with a vocabulary of
-8,192, 32 sequences of 32 + 64 tokens, tokens per second of CPU time, fp32 and int8 in turn.
+Linear layers, one thread: CPU microseconds of ours in fp32, int8 (weights and inputs), int4 (groups of 128), the same with inputs of 8 bits
+(w4a8), fp8 (emulated in fp32: no processor multiplies it) and bf16 storage, and of torch's dynamic int8
+(``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are rounded with one scale for the whole batch) and MKL's fp32. Engine: a random
+Qwen3 of 84 million parameters with a vocabulary of 8,192, 32 sequences of 32 + 64 tokens, tokens per second of CPU time, fp32, int8 and
+w4a8 in turn.
 
     python benchmarks/quantization.py [--seconds 0.3] [--rounds 2] [--out benchmarks/results]
 """

@@ -50,7 +50,8 @@ def generate(llm: LLM, prompts: list[str] = PROMPTS, keys: list[int] | None = No
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [
-    *((kind, "auto") for kind in KINDS), pytest.param("w4a8", "auto", marks=pytest.mark.full), *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in KINDS),
+    *((kind, "auto") for kind in KINDS), pytest.param("w4a8", "auto", marks=pytest.mark.full),
+    *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in KINDS),
 ])
 def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make, kind: str, kernels: str) -> None:
     llm = make_quantised(kind, kernels=kernels)
