@@ -1,5 +1,6 @@
 """Quantized products: exact in integers, otherwise those of the decoded weight, and batch-invariant."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from tandem.kernels import Kernels, QuantizedWeight, select
 from tandem.kernels.cpu import build
 from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.kernels.cpu.large_pages import PAGE_BYTES
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import NORMAL_FLOATS, CodeKind, PackedParts, plain_weight, round_rows
 
@@ -162,6 +164,13 @@ def test_integer_products_have_the_same_bits_with_and_without_a_compiler(kind: s
     x[5] = 0.0
     x[6, :3] = torch.tensor([1e-42, -3e-44, 0.0])
     assert torch.equal(product(select("cpu"), x, weight), product(select("reference"), x, weight))
+
+
+def test_a_weight_of_some_large_pages_begins_with_one_and_is_multiplied_as_others_are(cpu_kernels: Kernels) -> None:
+    weight, x = weight_of("int8", 2112, 2048), torch.randn(2, 2048)
+    packed = cpu_kernels.pack_quantized(weight)
+    assert packed.data.data_ptr() % PAGE_BYTES == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
+    assert torch.equal(cpu_kernels.linear_packed(x, packed, None), product(select("reference"), x, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)

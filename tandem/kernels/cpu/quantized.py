@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.cpu.calls import dense, indices, shape_error
+from tandem.kernels.cpu.large_pages import weight_memory
 from tandem.kernels.cpu.library import Library
-from tandem.kernels.cpu.packed_memory import PackedMemory
 from tandem.kernels.quantized import (
     CODE_DTYPES,
     PackedQuantized,
@@ -26,7 +26,6 @@ class QuantizedCalls:
 
     def __init__(self, library: Library) -> None:
         self._c = library
-        self._memory = PackedMemory()
 
     def pack(self, weight: QuantizedWeight) -> PackedQuantized:
         plain = keep_codes(weight)
@@ -36,15 +35,15 @@ class QuantizedCalls:
             assert plain.scales is not None
             check_integer_columns(columns)
             if plain.kind == "int4":
-                data = self._memory.take(self._c.int4_packed_bytes(rows, columns))
+                data = weight_memory(self._c.int4_packed_bytes(rows, columns))
                 self._c.int4_pack(codes.data_ptr(), rows, columns, data.data_ptr())
                 zeros = None if plain.zeros is None else plain.zeros.to(torch.uint8)
                 return plain._replace(data=data, scales=_by_panel(plain.scales), zeros=_by_panel(zeros))
-            data = self._memory.take(self._c.int8_packed_bytes(rows, columns))
+            data = weight_memory(self._c.int8_packed_bytes(rows, columns))
             self._c.int8_pack(codes.data_ptr(), rows, columns, data.data_ptr())
             return plain._replace(data=data, scales=plain.scales.flatten().contiguous())
         kind = _KINDS[plain.kind]
-        data = self._memory.take(self._c.coded_bytes(kind, rows, columns))
+        data = weight_memory(self._c.coded_bytes(kind, rows, columns))
         self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
         scales = plain.scales
         if plain.kind == "mxfp4" and scales is not None:

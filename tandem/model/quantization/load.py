@@ -239,7 +239,7 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
 def held_bytes(decoder: Decoder) -> int:
     """Returns the bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
     packed = [list(matrices.values()) for matrices in decoder.packed_matrices()]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
+    held = {t.data_ptr(): t.nbytes for t in (*decoder.parameters(), *_tensors_in(packed))}
     return sum(held.values())
 
 
