@@ -1,9 +1,10 @@
 """Quantised linear layers beside fp32 ones and beside torch's own int8, and an engine in int8 beside itself in fp32.
 
-Linear layers, one thread: CPU microseconds of ours in fp32, int8 (weights and inputs), int4 (groups of 128), fp8 (emulated in fp32: no
-processor multiplies it) and bf16 storage, and of torch's dynamic int8 (``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are
-rounded with one scale for the whole batch) and MKL's fp32. Engine: a random Qwen3 of 84 million parameters with a vocabulary of
-8,192, 32 sequences of 32 + 64 tokens, tokens per second of CPU time, fp32 and int8 in turn.
+Linear layers, one thread: CPU microseconds of ours in fp32, int8 (weights and inputs), int4 (groups of 128), the same with inputs of 8 bits
+(w4a8), fp8 (emulated in fp32: no processor multiplies it) and bf16 storage, and of torch's dynamic int8
+(``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are rounded with one scale for the whole batch) and MKL's fp32. Engine: a random
+Qwen3 of 84 million parameters with a vocabulary of 8,192, 32 sequences of 32 + 64 tokens, tokens per second of CPU time, fp32, int8 and
+w4a8 in turn.
 
     python benchmarks/quantization.py [--seconds 0.3] [--rounds 2] [--out benchmarks/results]
 """
@@ -30,7 +31,7 @@ from tandem.model.quantization.scheme import pack_weight, scheme_named
 
 SHAPES = [(4096, 1024), (1024, 4096), (2048, 512)]
 ROWS = [1, 4, 8, 16, 64, 256]
-KINDS = ["int8", "int4", "fp8", "bf16"]
+KINDS = ["int8", "int4", "w4a8", "fp8", "bf16"]
 MODEL = ModelShapes("qwen3", 8192, 768, 10, 12, 4, 64, 2432, 256, True, qk_norm=True)
 SEQUENCES, PROMPT, NEW = 32, 32, 64
 
@@ -88,7 +89,7 @@ def engines(rounds: int) -> list[str]:
         decoder = Decoder(MODEL, select("cpu"))
         initialise(decoder, 0)
         save_model(decoder, Path(folder) / "model")
-        kinds = [None, "int8", "int8+head"]
+        kinds = [None, "int8", "int8+head", "w4a8", "w4a8+head"]
         llms = [LLM(Path(folder) / "model", quantization=kind, max_num_seqs=SEQUENCES, max_model_len=PROMPT + NEW) for kind in kinds]
     prompts = torch.randint(0, MODEL.vocab_size, (SEQUENCES, PROMPT)).tolist()
     asked = [{"prompt_token_ids": tokens} for tokens in prompts]

@@ -17,7 +17,7 @@ from tandem.types.errors import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
 AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
-QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "nf4", "bf16", "fp16") for head in ("", "+head"))
+QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "w4a8", "nf4", "bf16", "fp16") for head in ("", "+head"))
 HEAD_METHODS = ("mtp", "eagle3")
 """Methods of speculation whose draft is a head that reads the model's hidden states."""
 MOST_SPEC_FACTOR = 1000.0
@@ -169,7 +169,7 @@ class EngineArgs:
     """Precision of linear layers over fp32 weights: `fp32`, `bf16`, `fp16` or `fp8`, as `trainer.precision`, whose bits the engine then has. `bf16` packs
     weights in bf16 and uses the dot products of a CPU that has them (`avx512_bf16`); in the same bits, slower, on one that has not."""
     quantization: str | None = None
-    """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `nf4`, `bf16` or `fp16`; with `+head` the
+    """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `w4a8`, `nf4`, `bf16` or `fp16`; with `+head` the
     output head as well. A quantized folder is recognised without this option."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""

@@ -12,8 +12,8 @@ from tandem.kernels.quantized import (
     PackedQuantized,
     QuantizedWeight,
     dequantize,
-    int8_groups,
-    int8_linear,
+    integer_groups,
+    integer_linear,
     keep_codes,
     of_groups,
     plain_weight,
@@ -60,7 +60,7 @@ class PlainPacking:
             if isinstance(weight, PackedParts):
                 return with_parts(self.linear_packed, x, weight, bias)
             if weight.is_integer_product:
-                return int8_linear(x, weight, bias)
+                return integer_linear(x, weight, bias)
             return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def gated_mlp_packed(
@@ -80,7 +80,7 @@ class PlainPacking:
         with torch.no_grad():
             if isinstance(weight, PackedQuantized):
                 if weight.is_integer_product:
-                    return int8_groups(x, weight, bounds)
+                    return integer_groups(x, weight, bounds)
                 return self.grouped_linear(round_inputs(x, weight, bounds), dequantize(weight).to(x.dtype), bounds)
             if isinstance(weight, PackedParts):
                 return torch.cat([self.grouped_linear_packed(x, part, bounds) for part in weight.parts], dim=1)

@@ -7,9 +7,9 @@ A weight of N output channels and K inputs is ``codes[N, K]``; runs of ``group_s
 or, for nf4, ``NORMAL_FLOATS[codes[n, k]] * scales[n, g]``, and for mxfp4 the same with ``MXFP4_NUMBERS``.
 
 ``inputs`` says what happens to the other operand: nothing (weight-only, "W4A16"), or a rounding to 8 bits under a scale
-of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). An int8 weight with one scale a channel and
-int8 inputs is multiplied in integers, exactly; everything else is decoded to fp32 and multiplied as ``linear`` does. That
-includes fp8 inputs: no processor has an instruction for them, so theirs is an emulation in fp32.
+of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). With int8 inputs, an int8 weight with one scale a channel and
+an int4 weight ("W4A8") are multiplied in integers: exactly, the latter group by group; everything else is decoded to fp32 and multiplied as
+``linear`` does. That includes fp8 inputs: no processor has an instruction for them, so theirs is an emulation in fp32.
 """
 
 import itertools
@@ -37,6 +37,8 @@ MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 _NUMBERS: dict[str, tuple[float, ...]] = {"nf4": NORMAL_FLOATS, "mxfp4": MXFP4_NUMBERS}
 MOST_COLUMNS = 1 << 17
 """Inputs of an integer product: 127 * 127 times this number still fits an int32."""
+PRODUCTS_AT_ONCE = 4
+"""Adjacent inputs whose products a processor sums in one instruction, which a group of int4 does not divide."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -83,8 +85,12 @@ class PackedQuantized(NamedTuple):
     @property
     def is_integer_product(self) -> bool:
         """Whether it is multiplied in integers."""
-        one_scale = self.group_size >= self.columns and self.zeros is None and self.order is None
-        return self.kind == "int8" and self.inputs == "int8" and not self.input_group and one_scale
+        if self.inputs != "int8" or self.input_group:
+            return False
+        one_group = self.group_size >= self.columns
+        if self.kind == "int4":
+            return one_group or self.group_size % PRODUCTS_AT_ONCE == 0
+        return self.kind == "int8" and one_group and self.zeros is None and self.order is None
 
 
 class PackedParts(NamedTuple):
@@ -212,10 +218,33 @@ def int8_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tens
     return out if bias is None else out + bias
 
 
-def int8_groups(x: Tensor, weight: PackedQuantized, bounds: Tensor) -> Tensor:
-    """Does ``int8_linear`` for the rows of each group."""
+def int4_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
+    """Computes ``x[T, K]`` times the weight: exact sums of integers in each group of columns, scaled and added in fp32 from the first group to the last."""
+    assert weight.scales is not None
+    check_integer_columns(weight.columns)
+    codes, row_scales = round_rows(in_order_of_codes(x, weight), "int8")
+    total: Tensor | None = None
+    for group, first in enumerate(range(0, weight.columns, weight.group_size)):
+        own = slice(first, first + weight.group_size)
+        numbers = weight.data[:, own].double()
+        if weight.zeros is not None:
+            numbers -= weight.zeros[:, group : group + 1]
+        part = (codes[:, own].double() @ numbers.t()).float() * weight.scales[:, group]
+        total = part if total is None else total + part
+    assert total is not None
+    out = (total * row_scales).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def integer_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
+    """Computes a product in integers."""
+    return (int4_linear if weight.kind == "int4" else int8_linear)(x, weight, bias)
+
+
+def integer_groups(x: Tensor, weight: PackedQuantized, bounds: Tensor) -> Tensor:
+    """Does ``integer_linear`` for the rows of each group."""
     ends = bounds.tolist()
-    parts = [int8_linear(x[start:end], group_of(weight, group), None) for group, (start, end) in enumerate(itertools.pairwise(ends)) if end > start]
+    parts = [integer_linear(x[start:end], group_of(weight, group), None) for group, (start, end) in enumerate(itertools.pairwise(ends)) if end > start]
     return torch.cat(parts) if parts else x.new_empty(0, weight.rows)
 
 

@@ -122,7 +122,7 @@ def _engine(recipe: Recipe, shapes: ModelShapes, hardware: Hardware, gpus: int) 
         options.tensor_parallel_size, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens,
         max_model_len=min(shapes.max_position_embeddings, options.max_model_len or shapes.default_context),
     )  # fmt: skip
-    quantization = (options.quantization or "").removesuffix("+head")
+    quantization = (options.quantization or "").removesuffix("+head").replace("w4a8", "int4")
     if quantization in ("fp8", "int8", "int4", "fp16"):
         layout = replace(layout, quantization=quantization)  # type: ignore[arg-type]
     layout.check(shapes, hardware)

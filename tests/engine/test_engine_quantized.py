@@ -50,7 +50,8 @@ def generate(llm: LLM, prompts: list[str] = PROMPTS, keys: list[int] | None = No
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [
-    *((kind, "auto") for kind in KINDS), *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in KINDS),
+    *((kind, "auto") for kind in KINDS), pytest.param("w4a8", "auto", marks=pytest.mark.full),
+    *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in KINDS),
 ])
 def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make, kind: str, kernels: str) -> None:
     llm = make_quantised(kind, kernels=kernels)
@@ -148,8 +149,21 @@ def test_what_cannot_go_together_is_one_clear_line(make_quantised: Make, make_fo
     with pytest.raises(UserError, match="quantization is 'int3'"):
         make_quantised("int3")
     awq = make_quantised("awq")._tokenizer_folder
-    with pytest.raises(UserError, match="quantised already"):
+    with pytest.raises(UserError, match=r"quantised already \(awq\); leave quantization out, or 'w4a8'"):
         LLM(awq, quantization="int8")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["awq", "gptq"])
+def test_the_inputs_of_a_folder_in_int4_are_rounded_where_w4a8_is_asked_for(make_quantised: Make, kind: str) -> None:
+    plain, folder = make_quantised(kind), make_quantised(kind)._tokenizer_folder
+    engines = [LLM(folder, quantization="w4a8", kernels=kernels, max_num_seqs=16, max_num_batched_tokens=64) for kernels in ("auto", "reference")]
+    for llm in engines:
+        packed = llm.engine.decoder._packed[0].qkv
+        assert isinstance(packed, PackedQuantized) and packed.is_integer_product
+    assert generate(engines[0]) != generate(plain)
+    drawn = [[list(output.token_ids) for output in outputs] for outputs in generate(engines[0])]
+    assert drawn == [[list(output.token_ids) for output in outputs] for outputs in generate(engines[1])]
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Quantized products: exact in integers, otherwise those of the decoded weight, and batch-invariant."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ from torch import Tensor
 from tandem.kernels import Kernels, QuantizedWeight, select
 from tandem.kernels.cpu import build
 from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.kernels.cpu.large_pages import PAGE_BYTES
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import NORMAL_FLOATS, CodeKind, PackedParts, plain_weight, round_rows
 
 SHAPES = [(512, 128), (99, 128), (128, 513), (33, 30), (1, 64), (80, 1100)]
 COUNTS = [1, 2, 3, 5, 6, 7, 13, 16, 63, 64, 65, 96, 97, 193, 300]
-KINDS = ["int8", "fp8", "fp8 by blocks", "int4", "int4 in order of importance", "int8 weight only", "nf4", "bfloat16", "float16"]
+KINDS = ["int8", "fp8", "fp8 by blocks", "int4", "int4 in order of importance", "w4a8 in order", "int8 weight only", "nf4", "bfloat16", "float16"]
 BIG = 333
 
 
@@ -23,13 +25,13 @@ def weight_of(kind: str, rows: int, columns: int) -> QuantizedWeight:
     if kind in ("bfloat16", "float16"):
         name: CodeKind = "bfloat16" if kind == "bfloat16" else "float16"
         return QuantizedWeight(name, plain.to(torch.bfloat16 if kind == "bfloat16" else torch.float16), None, None, columns)
-    group = 32 if kind.startswith(("int4", "nf4")) or "blocks" in kind or "only" in kind else columns
+    group = 32 if kind.startswith(("int4", "w4a8", "nf4")) or "blocks" in kind or "only" in kind else columns
     groups = -(-columns // group)
     scales = torch.rand(rows, groups) / 50 + 1e-3
-    if kind.startswith("int4"):
+    if kind.startswith(("int4", "w4a8")):
         codes, zeros = torch.randint(0, 16, (rows, columns), dtype=torch.uint8), torch.randint(0, 17, (rows, groups)).float()
         order = torch.randperm(columns) if "order" in kind else None
-        return QuantizedWeight("int4", codes, scales, zeros, group, order)
+        return QuantizedWeight("int4", codes, scales, zeros, group, order, "int8" if kind.startswith("w4a8") else "plain")
     if kind == "nf4":
         return QuantizedWeight("nf4", torch.randint(0, 16, (rows, columns), dtype=torch.uint8), scales, None, group)
     if kind.startswith("fp8"):
@@ -58,6 +60,24 @@ def test_an_int8_product_is_the_exact_integer_sum_scaled(kernels: Kernels, colum
             exact = sum(a * int(b) for a, b in zip(codes[row], weight.codes[column], strict=True))
             expected = torch.tensor(float(exact)) * (scale[row] * weight.scales[column, 0]) + bias[column]
             assert product(kernels, x, weight, bias)[row, column] == expected
+
+
+@pytest.mark.parametrize("kind", ["w4a8", "w4a8 in order"])
+@pytest.mark.parametrize(("columns", "width"), SHAPES)
+def test_a_w4a8_product_is_the_sum_of_the_exact_integer_sums_of_its_groups(kernels: Kernels, kind: str, columns: int, width: int) -> None:
+    x, weight, bias = torch.randn(40, width), weight_of(kind, columns, width), torch.randn(columns)
+    rounded, scales = round_rows(x if weight.order is None else x[:, weight.order], "int8")
+    inputs, codes = rounded.int().tolist(), weight.codes.tolist()
+    assert weight.scales is not None and weight.zeros is not None and kernels.pack_quantized(weight).is_integer_product
+    got = product(kernels, x, weight, bias)
+    for row in (0, 39):
+        for column in {0, columns // 2, columns - 1}:
+            total = torch.tensor(0.0)
+            for group, first in enumerate(range(0, width, 32)):
+                zero, end = int(weight.zeros[column, group]), min(width, first + 32)
+                exact = sum(inputs[row][k] * (codes[column][k] - zero) for k in range(first, end))
+                total = total + torch.tensor(float(exact)) * weight.scales[column, group]
+            assert got[row, column] == total * scales[row, 0] + bias[column]
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4 in order of importance", "int8 weight only", "nf4", "bfloat16", "float16"])
@@ -138,11 +158,19 @@ def test_threads_change_no_bit(cpu_kernels: Kernels, kind: str) -> None:
     assert torch.equal(cpu_kernels.linear_packed(x, packed, None), alone)
 
 
-def test_integer_products_have_the_same_bits_with_and_without_a_compiler() -> None:
-    weight, x = weight_of("int8", 300, 514), torch.randn(77, 514) * torch.logspace(-30, 20, 77).unsqueeze(1)
+@pytest.mark.parametrize("kind", ["int8", "w4a8", "w4a8 in order"])
+def test_integer_products_have_the_same_bits_with_and_without_a_compiler(kind: str) -> None:
+    weight, x = weight_of(kind, 300, 514), torch.randn(77, 514) * torch.logspace(-30, 20, 77).unsqueeze(1)
     x[5] = 0.0
     x[6, :3] = torch.tensor([1e-42, -3e-44, 0.0])
     assert torch.equal(product(select("cpu"), x, weight), product(select("reference"), x, weight))
+
+
+def test_a_weight_of_some_large_pages_begins_with_one_and_is_multiplied_as_others_are(cpu_kernels: Kernels) -> None:
+    weight, x = weight_of("int8", 2112, 2048), torch.randn(2, 2048)
+    packed = cpu_kernels.pack_quantized(weight)
+    assert packed.data.data_ptr() % PAGE_BYTES == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
+    assert torch.equal(cpu_kernels.linear_packed(x, packed, None), product(select("reference"), x, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)

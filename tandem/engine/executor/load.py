@@ -1,6 +1,7 @@
 """Loads the decoder of an engine: from a model folder, or with random weights in the shapes of one."""
 
 import logging
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import load_model, read_shapes, unfilled_model
 from tandem.model.initialise import initialise
 from tandem.model.parallel.tensor_parallel import RankGroup
-from tandem.model.quantization.formats import CheckpointFormat, read_format
+from tandem.model.quantization.formats import INT4_LAYOUTS, CheckpointFormat, read_format
 from tandem.model.quantization.load import load_quantized, scheme_of
 from tandem.model.quantization.scheme import scheme_named
 from tandem.types import UserError
@@ -28,12 +29,16 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 def check_quantization(model: str | Path, quantization: str | None, ranks: int = 1, deterministic: bool = True) -> CheckpointFormat | None:
-    """Returns the format of a quantised checkpoint, ``None`` for a plain one. Raises ``UserError`` for options that cannot be combined."""
+    """Returns the format of a quantised checkpoint, ``None`` for a plain one; with ``w4a8`` the inputs of one in int4 are rounded. Raises ``UserError``
+    for options that cannot be combined."""
     stored = read_format(model)
     if quantization is not None:
         scheme_named(quantization)
-    if stored is not None and quantization is not None:
-        raise UserError(f"'{model}' is quantised already ({stored.layout}); leave quantization out, or take the float checkpoint")
+    if stored is not None and quantization == "w4a8" and stored.layout in INT4_LAYOUTS:
+        stored = replace(stored, rounds_inputs=True)
+    elif stored is not None and quantization is not None:
+        fix = "leave quantization out, or 'w4a8', which rounds the inputs" if stored.layout in INT4_LAYOUTS else "leave quantization out"
+        raise UserError(f"'{model}' is quantised already ({stored.layout}); {fix}, or take the float checkpoint")
     if (stored is not None or quantization is not None) and ranks > 1 and not deterministic:
         # A scale belongs to a row or a part of it, so a rank with a slice of the columns would have different scales than one process.
         raise UserError("quantised weights are cut by rows only, which deterministic=False is not; leave it out or use tensor_parallel_size 1")

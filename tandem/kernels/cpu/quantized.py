@@ -1,9 +1,10 @@
-"""Quantized weights for the C++ kernels: integer products in ``int8.cpp``, products with decoded weights in ``coded.cpp``."""
+"""Quantized weights for the C++ kernels: integer products in ``int8.cpp`` and ``int4.cpp``, products with decoded weights in ``coded.cpp``."""
 
 import torch
-from torch import Tensor, empty
+from torch import Tensor
 
 from tandem.kernels.cpu.calls import dense, indices, shape_error
+from tandem.kernels.cpu.large_pages import weight_memory
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import (
     CODE_DTYPES,
@@ -33,11 +34,16 @@ class QuantizedCalls:
         if plain.is_integer_product:
             assert plain.scales is not None
             check_integer_columns(columns)
-            data = empty(self._c.int8_packed_bytes(rows, columns), dtype=torch.uint8)
+            if plain.kind == "int4":
+                data = weight_memory(self._c.int4_packed_bytes(rows, columns))
+                self._c.int4_pack(codes.data_ptr(), rows, columns, data.data_ptr())
+                zeros = None if plain.zeros is None else plain.zeros.to(torch.uint8)
+                return plain._replace(data=data, scales=_by_panel(plain.scales), zeros=_by_panel(zeros))
+            data = weight_memory(self._c.int8_packed_bytes(rows, columns))
             self._c.int8_pack(codes.data_ptr(), rows, columns, data.data_ptr())
             return plain._replace(data=data, scales=plain.scales.flatten().contiguous())
         kind = _KINDS[plain.kind]
-        data = empty(self._c.coded_bytes(kind, rows, columns), dtype=torch.uint8)
+        data = weight_memory(self._c.coded_bytes(kind, rows, columns))
         self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
         scales = plain.scales
         if plain.kind == "mxfp4" and scales is not None:
@@ -53,6 +59,14 @@ class QuantizedCalls:
         at_bias = 0 if bias is None else dense(bias).data_ptr()
         if weight.is_integer_product:
             assert weight.scales is not None
+            if weight.kind == "int4":
+                x = dense(in_order_of_codes(x, weight))
+                zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
+                self._c.int4_linear(
+                    x.data_ptr(), weight.data.data_ptr(), weight.scales.data_ptr(), zeros, weight.group_size, at_bias, rows, weight.rows, width,
+                    out.data_ptr(),
+                )  # fmt: skip
+                return out
             self._c.int8_linear(
                 x.data_ptr(), weight.data.data_ptr(), weight.scales.data_ptr(), at_bias, rows, weight.rows, width, out.data_ptr()
             )
@@ -73,6 +87,15 @@ class QuantizedCalls:
         if bounds.shape[0] != groups + 1 or int(bounds[-1]) != x.shape[0]:
             raise ValueError(f"grouped_linear bounds are {bounds.tolist()}; expected {groups + 1} numbers up to {x.shape[0]}")
         out = x.new_empty(x.shape[0], weight.rows)
+        at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
+        strides = [0 if held is None else held[0].nbytes for held in (weight.scales, weight.zeros)]
+        if weight.is_integer_product and weight.kind == "int4":
+            x = dense(in_order_of_codes(x, weight, bounds))
+            self._c.int4_grouped_linear(
+                x.data_ptr(), weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1], weight.group_size,
+                bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
+            )  # fmt: skip
+            return out
         if weight.is_integer_product:
             assert weight.scales is not None
             self._c.int8_grouped_linear(
@@ -81,8 +104,6 @@ class QuantizedCalls:
             )  # fmt: skip
             return out
         x = self._inputs(x, weight, bounds)
-        at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
-        strides = [0 if held is None else held[0].nbytes for held in (weight.scales, weight.zeros)]
         self._c.coded_grouped_linear(
             x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
             weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
@@ -97,7 +118,6 @@ class QuantizedCalls:
         group = weight.input_group or x.shape[1]
         self._c.round_fp8(x.data_ptr(), *x.shape, group, out.data_ptr())
         return out
-
 
     def unpack(self, weight: PackedQuantized) -> Tensor:
         """Returns the weight [N, K] in fp32, as ``linear`` decodes it; not of a product in integers."""

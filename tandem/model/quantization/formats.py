@@ -11,6 +11,7 @@ from tandem.types import UserError
 
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "nf4", "llm-int8"]
 """AWQ's GEMM layout, GPTQ's, three of compressed-tensors, DeepSeek's fp8 with block scales (which is decoded as it is read), and two of bitsandbytes."""
+INT4_LAYOUTS = ("awq", "gptq", "pack-quantized")
 
 SUPPORTED = "awq, gptq, compressed-tensors, fp8, bitsandbytes and mxfp4"
 DECODED = ("mxfp4", "fp8")
@@ -181,9 +182,10 @@ def _compressed_tensors(config: dict[str, Any], where: str) -> CheckpointFormat:
 
 
 def _check_inputs(inputs: dict[str, Any], layout: str, strategy: str, where: str) -> None:
-    wanted = {"int-quantized": "int", "float-quantized": "float"}.get(layout)
-    if wanted is None or inputs.get("num_bits") != 8 or inputs.get("type", "int") != wanted:
-        raise _fail(where, "input_activations", inputs.get("num_bits"), f"{layout} is supported with plain inputs or its own 8 bits")
+    wanted = "float" if layout == "float-quantized" else "int"
+    if inputs.get("num_bits") != 8 or inputs.get("type", "int") != wanted:
+        kind = f"{inputs.get('num_bits')} bits {inputs.get('type', 'int')}"
+        raise _fail(where, "input_activations", kind, f"{layout} is supported with plain inputs or 8 bits {wanted}")
     if not inputs.get("dynamic") or not inputs.get("symmetric", True):
         raise _fail(where, "input_activations", "static or asymmetric", "only dynamic, symmetric scales of the inputs are supported")
     per = inputs.get("strategy") or "token"

@@ -38,7 +38,7 @@ def scheme_of(stored: CheckpointFormat) -> Scheme:
     if stored.layout == "float-quantized":
         columns = 0 if stored.block is None else stored.block[1]
         return Scheme("float8_e4m3", columns, inputs="float8_e4m3" if stored.rounds_inputs else "plain", input_group=columns)
-    return Scheme("int4", stored.group_size, symmetric=stored.symmetric)
+    return Scheme("int4", stored.group_size, symmetric=stored.symmetric, inputs="int8" if stored.rounds_inputs else "plain")
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: 
     for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
         if x is not None and not bool(x.isfinite().all()):
             raise UserError(f"tensor '{module}.{name}' contains a value that is not finite; download the folder again")
-    return weight
+    return weight._replace(inputs="int8") if weight.kind == "int4" and stored.rounds_inputs else weight
 
 
 def _scales(tensor: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
 def held_bytes(decoder: Decoder) -> int:
     """Returns the bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
     packed = [list(matrices.values()) for matrices in decoder.packed_matrices()]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
+    held = {t.data_ptr(): t.nbytes for t in (*decoder.parameters(), *_tensors_in(packed))}
     return sum(held.values())
 
 

@@ -38,6 +38,7 @@ SCHEMES = {
     "int8": Scheme("int8", inputs="int8"),
     "fp8": Scheme("float8_e4m3", inputs="float8_e4m3"),
     "int4": Scheme("int4", 128, symmetric=False),
+    "w4a8": Scheme("int4", 128, symmetric=False, inputs="int8"),
     "nf4": Scheme("nf4", 64),
     "bf16": Scheme("bfloat16"),
     "fp16": Scheme("float16"),

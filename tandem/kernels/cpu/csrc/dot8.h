@@ -1,0 +1,196 @@
+// Products of 8-bit inputs with codes of 8 or 4 bits, summed in int32: exactly, in any order, on every instruction set.
+//
+// A weight's codes are unsigned, as the dot-product instruction of AVX512-VNNI wants one operand: what they lie above the numbers is taken off the sums.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "gemm.h"
+#include "parallel.h"
+#include "vec.h"
+
+constexpr int64_t DEEP = 4;  // k's that one lane multiplies at once
+constexpr int VECTORS = PANEL / LANES;
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+
+constexpr int MOST_ROWS = 6;
+struct I {
+  __m512i v;
+};
+INLINE I no_sum() { return {_mm512_setzero_si512()}; }
+using Weight = I;
+INLINE Weight codes_of_weight(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+INLINE Weight low_nibbles_of_weight(const uint8_t* p) { return {_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(15))}; }
+INLINE Weight high_nibbles_of_weight(const uint8_t* p) {
+  return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(15))};
+}
+INLINE I add_products(I acc, I weight, int32_t x) { return {_mm512_dpbusd_epi32(acc.v, weight.v, _mm512_set1_epi32(x))}; }
+INLINE V minus_to_float(I a, int32_t offset) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_set1_epi32(offset)))}; }
+INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
+  const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_mullo_epi32(zero, _mm512_set1_epi32(sum))))};
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int MOST_ROWS = 3;
+struct I {
+  __m256i a, b;
+};
+// Bytes 0 and 2 of each lane, and bytes 1 and 3, as 16-bit numbers.
+struct Weight {
+  __m256i even[2], odd[2];
+};
+INLINE I no_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE __m256i half_of_weight(const uint8_t* p, int half) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half)); }
+INLINE Weight codes_of_weight(const uint8_t* p) {
+  Weight w;
+  for (int half = 0; half < 2; ++half) {
+    w.even[half] = _mm256_and_si256(half_of_weight(p, half), _mm256_set1_epi16(0xff));
+    w.odd[half] = _mm256_srli_epi16(half_of_weight(p, half), 8);
+  }
+  return w;
+}
+INLINE Weight low_nibbles_of_weight(const uint8_t* p) {
+  Weight w;
+  for (int half = 0; half < 2; ++half) {
+    w.even[half] = _mm256_and_si256(half_of_weight(p, half), _mm256_set1_epi16(15));
+    w.odd[half] = _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, half), 8), _mm256_set1_epi16(15));
+  }
+  return w;
+}
+INLINE Weight high_nibbles_of_weight(const uint8_t* p) {
+  Weight w;
+  for (int half = 0; half < 2; ++half) {
+    w.even[half] = _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, half), 4), _mm256_set1_epi16(15));
+    w.odd[half] = _mm256_srli_epi16(half_of_weight(p, half), 12);
+  }
+  return w;
+}
+INLINE I add_products(I acc, const Weight& w, int32_t x) {
+  const __m256i four = _mm256_set1_epi32(x);
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
+  acc.a = _mm256_add_epi32(acc.a, _mm256_add_epi32(_mm256_madd_epi16(w.even[0], even), _mm256_madd_epi16(w.odd[0], odd)));
+  acc.b = _mm256_add_epi32(acc.b, _mm256_add_epi32(_mm256_madd_epi16(w.even[1], even), _mm256_madd_epi16(w.odd[1], odd)));
+  return acc;
+}
+INLINE V both_minus_to_float(I a, __m256i low_offset, __m256i high_offset) {
+  V out;
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_sub_epi32(a.a, low_offset)), high = _mm256_cvtepi32_ps(_mm256_sub_epi32(a.b, high_offset));
+  std::memcpy(&out, &low, sizeof low);
+  std::memcpy(reinterpret_cast<char*>(&out) + sizeof low, &high, sizeof high);
+  return out;
+}
+INLINE V minus_to_float(I a, int32_t offset) { return both_minus_to_float(a, _mm256_set1_epi32(offset), _mm256_set1_epi32(offset)); }
+INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+  const __m256i times = _mm256_set1_epi32(sum);
+  return both_minus_to_float(a, _mm256_mullo_epi32(_mm256_cvtepu8_epi32(bytes), times), _mm256_mullo_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), times));
+}
+
+#else
+
+constexpr int MOST_ROWS = 2;
+struct I {
+  int32_t x[LANES];
+};
+struct Weight {
+  uint8_t at[LANES * DEEP];
+};
+INLINE I no_sum() { return {}; }
+#define EACH_CODE(expression)                                  \
+  Weight w;                                                    \
+  for (int i = 0; i < LANES * DEEP; ++i) w.at[i] = (expression); \
+  return w
+INLINE Weight codes_of_weight(const uint8_t* p) { EACH_CODE(p[i]); }
+INLINE Weight low_nibbles_of_weight(const uint8_t* p) { EACH_CODE(p[i] & 15); }
+INLINE Weight high_nibbles_of_weight(const uint8_t* p) { EACH_CODE(p[i] >> 4); }
+#undef EACH_CODE
+INLINE I add_products(I acc, const Weight& w, int32_t x) {
+  int8_t four[DEEP];
+  std::memcpy(four, &x, sizeof four);
+  for (int lane = 0; lane < LANES; ++lane)
+    for (int i = 0; i < DEEP; ++i) acc.x[lane] += static_cast<int32_t>(w.at[lane * DEEP + i]) * four[i];
+  return acc;
+}
+INLINE V minus_to_float(I a, int32_t offset) {
+  float out[LANES];
+  for (int lane = 0; lane < LANES; ++lane) out[lane] = static_cast<float>(a.x[lane] - offset);
+  return load(out);
+}
+INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
+  float out[LANES];
+  for (int lane = 0; lane < LANES; ++lane) out[lane] = static_cast<float>(a.x[lane] - zeros[lane] * sum);
+  return load(out);
+}
+
+#endif
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Rows of inputs as codes, [m][deep] with zeros at the end, and of each row its scale and the sums of its codes, [m][groups].
+struct Inputs {
+  int64_t deep, groups;
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+};
+
+// The scale is the largest magnitude over 127. A row with an infinite or undefined number gets that as its scale, which carries
+// it to every output.
+inline void round_row(const float* x, int64_t k, int64_t deep, int8_t* codes, float* scale_out) {
+  int32_t largest_bits = 0;
+  for (int64_t i = 0; i < k; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    largest_bits = std::max(largest_bits, bits & 0x7fffffff);
+  }
+  float largest;
+  std::memcpy(&largest, &largest_bits, sizeof largest);
+  std::memset(codes + k, 0, static_cast<size_t>(deep - k));
+  const float scale = largest_bits < 0x7f800000 ? largest / 127.0f : __builtin_nanf("");
+  *scale_out = scale;
+  if (!(scale > 0.0f)) {
+    std::memset(codes, 0, static_cast<size_t>(k));
+    return;
+  }
+  const float shift = 12582912.0f;  // 1.5 2^23: adding it rounds to a whole number
+  for (int64_t i = 0; i < k; ++i) {
+    const float whole = std::min(127.0f, std::max(-127.0f, (x[i] / scale + shift) - shift));
+    codes[i] = static_cast<int8_t>(static_cast<int32_t>(whole));
+  }
+}
+
+// x[m, k] as codes in `memory`, with a sum of every `group` of them.
+inline Inputs round_rows(const float* x, int64_t m, int64_t k, int64_t group, int threads, Scratch& memory) {
+  const int64_t deep = round_up(k, DEEP), groups = std::max<int64_t>(1, (k + group - 1) / group);
+  float* held = memory.floats(m * (deep / DEEP + 1 + groups));
+  const Inputs to = {deep, groups, reinterpret_cast<int8_t*>(held + m * (1 + groups)), held, reinterpret_cast<int32_t*>(held + m)};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m > 1)
+  for (int64_t row = 0; row < m; ++row) {
+    int8_t* codes = to.codes + row * deep;
+    round_row(x + row * k, k, deep, codes, to.scales + row);
+    for (int64_t g = 0; g < groups; ++g) {
+      int32_t sum = 0;
+      for (int64_t i = g * group; i < std::min(k, (g + 1) * group); ++i) sum += codes[i];
+      to.sums[row * groups + g] = sum;
+    }
+  }
+  return to;
+}
+
+constexpr int64_t ROWS_AT_ONCE = 96;  // rows of codes that stay in the second-level cache beside a panel
+
+// Calls run(panel, first row, rows) for all tiles of the product, rows of a panel one behind the other.
+template <typename Run>
+void each_tile(int64_t m, int64_t n, int threads, Run run) {
+  const int64_t panels = (n + PANEL - 1) / PANEL, chunks = (m + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t task = 0; task < chunks * panels; ++task) {
+    const int64_t chunk = task / panels, end = std::min(m, (chunk + 1) * ROWS_AT_ONCE);
+    for (int64_t row = chunk * ROWS_AT_ONCE; row < end; row += MOST_ROWS) run(task % panels, row, std::min<int64_t>(MOST_ROWS, end - row));
+  }
+}
