@@ -28,6 +28,8 @@ MAX_REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 """Beginnings of the device files that a process has opened when it has begun to use a GPU, by whatever library."""
+REAP_MS = 100
+"""Milliseconds between two looks at whether killed workers have ended."""
 ROOM_BYTES = 4096
 """Bytes of the command line that a child's own may take."""
 
@@ -76,7 +78,7 @@ class ForkServer:
             waiting = select.poll()
             for number in self._clients:
                 waiting.register(number, select.POLLIN)
-            for number, _ in waiting.poll():
+            for number, _ in waiting.poll(REAP_MS if self._killed else None):
                 client = self._clients[number]
                 try:
                     self._serve_one(client)
