@@ -82,6 +82,31 @@ def mapped_file_bytes(pids: list[int]) -> int:
     return sum(most.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessPages:
+    """The anonymous memory of one process: its proportional share, its own pages, and those that it has in common with others. ``name``: of its module."""
+
+    name: str
+    share: int
+    own: int
+    common: int
+
+
+def by_process(pid: int) -> list[ProcessPages]:
+    """The anonymous memory of every process of the family of ``pid``, now."""
+    processes = []
+    for each in family(pid):
+        with contextlib.suppress(OSError):
+            sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()[1:]}
+            words = Path(f"/proc/{each}/cmdline").read_text(errors="replace").split("\0")
+            modules = [word for word in words if word.startswith("tandem.") and word != "tandem.runtime.process.child"]
+            # Settings of a rank name the module of its calls, and arguments of a shim its role.
+            named = re.findall(r"tandem[.]pod[.]\w+_worker", " ".join(words)) + [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--role"]
+            name = " ".join([*modules[:1], *named[:1]]) or Path(next((word for word in words if word.endswith(".py")), words[0])).name
+            processes.append(ProcessPages(name, sizes["Pss_Anon:"], sizes["Private_Dirty:"], sizes["Shared_Dirty:"]))
+    return processes
+
+
 class PeakMemory:
     """Samples a family inside the ``with`` block; ``peak`` is the sample with the largest sum of anonymous and shared memory, with the mapped files as they
     are at the end. Sampling slows the family down, so what is timed is measured apart."""

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from family_memory import Bytes, peak_of
+from family_memory import Bytes, ProcessPages, by_process, peak_of
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
 from options import parser as shared_parser
 from start_model import recipe_with, warm_model, write_peer_settings, write_prompts, write_run
@@ -47,11 +47,12 @@ SPEED_TARGET, MEMORY_TARGET = 2.5, 0.6
 
 @dataclass
 class Side:
-    """What was measured of one side: its counted steps, and the peak of a step."""
+    """What was measured of one side: its counted steps, the peak of a step, and the memory of each process between two."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak: Bytes = field(default_factory=lambda: Bytes(0, 0, 0))
     samples: int = 0
+    processes: list[ProcessPages] = field(default_factory=list)
 
     def seconds(self, kind: str) -> tuple[float, float]:
         return best_and_median([step[kind] for step in self.steps])
@@ -122,6 +123,7 @@ def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: in
         for side, process in driven.items():
             memory = peak_of(process.process.pid, partial(take_steps, process, MEMORY_STEPS))
             sides[side].peak, sides[side].samples = memory.peak, memory.samples
+            sides[side].processes = by_process(process.process.pid)
             print(f"{load}, threads {threads}, KL {kl:g}, memory of {side}: {memory.peak}", file=sys.stderr, flush=True)
     return sides
 
@@ -163,6 +165,10 @@ def tables(load: str, threads: int, kl: str, sides: dict[str, Side], promises: l
     lines += ["", "CPU seconds of each phase, median:", "", "| side | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
     for name, side in sides.items():
         lines.append(f"| {name} | " + " | ".join(f"{side.phase(phase, 'phase_cpu_s'):.3f}" for phase in PHASES) + " |")
+    lines += ["", "Anonymous memory of each process between two steps, MiB:", "", "| side | process | share | own | in common |", "|---|---|---|---|---|"]
+    for name, side in sides.items():
+        for each in side.processes:
+            lines.append(f"| {name} | {each.name} | " + " | ".join(f"{size / 2**20:,.0f}" for size in (each.share, each.own, each.common)) + " |")
     if any("mismatch_kl" in step for side in ours.values() for step in side.steps):
         largest = max(abs(step["mismatch_kl"]) for side in ours.values() for step in side.steps)
         lines += ["", f"Largest mismatch_kl of our steps: {largest:g}."]

@@ -25,6 +25,7 @@ from tandem.estimate.processes import (
     EngineProcesses,
     forks,
     rank_process_bytes,
+    share_fork_server,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.estimate.training.layout import layout_of_trainer
@@ -136,16 +137,16 @@ def predict(
         segments=2 * pods * trained_bytes(shapes, trainer.dtype),
         inference=ranks * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
-        beside=processes_beside(trainer, ranks, pods),
+        beside=processes_beside(trainer, ranks, pods, engines if engine_processes is FORKED_ENGINE else 0),
         engines_share=engines * engine_processes.shared,
         engines_begin=engines * weights if shares_weights and not copies else 0,
     )
 
 
-def processes_beside(trainer: TrainerConfig, ranks: int, pods: int = 1) -> int:
+def processes_beside(trainer: TrainerConfig, ranks: int, pods: int = 1, engines: int = 0) -> int:
     """Returns the bytes of a run's processes that compute nothing: its controller, and in each pod the shims of both sidecars with their fork servers; less
-    what ``ranks`` of the trainer share with their server."""
-    servers = pods * (1 + forks(trainer))
+    what ``ranks`` of the trainer share with their server. ``engines``: of Tandem's own, of which a single one may have the server of the trainer."""
+    servers = pods * (1 + forks(trainer)) - share_fork_server(trainer, ranks, engines, pods)
     return CONTROLLER_BYTES + 2 * pods * SHIM_BYTES + servers * FORK_SERVER_BYTES - (ranks * SHARED_BYTES if forks(trainer) else 0)
 
 
@@ -171,7 +172,7 @@ def predict_beside_gpus(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=training if reference or critic or reward_model else 0,
         engine_idle=0 if residency.rule.engine == "ends" else engine,
-        beside=processes_beside(trainer, ranks or parallel.world),
+        beside=processes_beside(trainer, ranks or parallel.world, engines=engines),
         engines_share=engines * FORKED_ENGINE.shared,
     )
 

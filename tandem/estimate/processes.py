@@ -62,6 +62,12 @@ def forks(trainer: TrainerConfig) -> bool:
     return trainer.backend == "tandem"
 
 
+def share_fork_server(trainer: TrainerConfig, ranks: int, engines: int, pods: int) -> bool:
+    """Returns whether the trainer and the engine of a pod are forked from one server: where each is a single process, so that both have the same threads and
+    the same settings of the allocator, which a process has from its start."""
+    return forks(trainer) and ranks == engines == pods == 1
+
+
 def data_run_bytes(trainer: TrainerConfig, ranks: int) -> int:
     """Returns the bytes of this machine that the processes of a run on data take beside the resident sizes of its ranks: its controller and its fork server,
     less what the ranks share with it. The only rank of a run is its controller."""

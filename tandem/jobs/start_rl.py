@@ -49,11 +49,12 @@ from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
 from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
+from tandem.pod.pod_threads import rank_threads
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.rl_models import draft_folder, published_bytes
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import begin_again, joining_of, nodes_of, open_channels, rank_threads, shared_store
+from tandem.pod.start import begin_again, joining_of, nodes_of, open_channels, shared_store
 from tandem.report.run_facts import PREDICTION_KEY
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool

@@ -3,6 +3,7 @@
 The two kinds answer the same calls with the same values; everything above this file is the same code for both.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.pod.failures import Role, SidecarDied
+from tandem.pod.pod_forks import PodForks
 from tandem.pod.watched_call import is_of_worker, watched_call
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan
@@ -76,7 +78,7 @@ class RemoteChannel:
     """A shim in a process of its own. ``deadline_s`` bounds every call, and the learned deadline of a call without progress is at least
     ``least_deadline_s``. ``number``: of its pod. ``join``: the address of the store in which it becomes a
     member of the run, on a lease of ``lease_s``; empty: it does not. ``trainer_pod``: the id of the pod that it receives weights from. ``tls``: as of
-    ``tls_arguments``."""
+    ``tls_arguments``. ``forks``: of the pod's sidecars, if they share a fork server; it ends with the channel of the trainer."""
 
     role: Role
     directory: Path
@@ -92,6 +94,7 @@ class RemoteChannel:
     trainer_pod: str = ""
     least_deadline_s: float = 0.0
     tls: Sequence[str] = ()
+    forks: PodForks | None = None
     shim: "subprocess.Popen[bytes] | None" = None
     client: RpcClient | None = None
     starts: int = 0
@@ -130,9 +133,12 @@ class RemoteChannel:
         arguments += self.tls
         if self.faults is not None:
             arguments += ["--faults", str(self.faults)]
-        self.shim = spawn(
-            "tandem.pod.shim", arguments, threads=Threads(1), new_session=True, output=self.directory / "logs" / f"{self.role}_shim.out"
-        )
+        output, passed = self.directory / "logs" / f"{self.role}_shim.out", list[int]()
+        with contextlib.ExitStack() as stack:
+            if self.forks is not None:
+                passed = [stack.enter_context(self.forks.connect()).fileno()]
+                arguments += ["--forks", str(passed[0])]
+            self.shim = spawn("tandem.pod.shim", arguments, threads=Threads(1), new_session=True, output=output, pass_fds=passed)
         port = _wait_for_port(port_file, self.shim)
         if port is None:
             status = describe_exit(kill(self.shim))
@@ -192,6 +198,8 @@ class RemoteChannel:
         if self.shim is not None:
             terminate(self.shim, grace_s=10)
         self.shim = self.client = None
+        if self.forks is not None and self.role == "trainer":
+            self.forks.close()
 
 
 def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:

@@ -21,8 +21,9 @@ from tandem.pod.joining import FOLDER_PROOF, Joining
 from tandem.pod.leadership import Fence
 from tandem.pod.member_watch import MemberWatch
 from tandem.pod.own_ranks import OwnRanks
+from tandem.pod.pod_threads import rank_threads
 from tandem.pod.rollout_pod import RolloutPod
-from tandem.pod.start import check_joining, cluster_nodes, rank_threads
+from tandem.pod.start import check_joining, cluster_nodes
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.runtime.coordination.membership import members
 from tandem.runtime.coordination.open import open_store, store_address

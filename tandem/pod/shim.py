@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,14 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.backends.environment import python_of, tandem_path
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
+from tandem.pod.pod_threads import rank_threads
 from tandem.pod.rollout_workers import RolloutWorkers
-from tandem.pod.start import rank_threads
 from tandem.pod.weights_between_pods import WeightsBetweenPods, add_tls
 from tandem.runtime.coordination.membership import join
 from tandem.runtime.coordination.open import open_store, store_address
@@ -34,6 +34,7 @@ from tandem.runtime.coordination.session import Session
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.forks import SharedForkServer
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker_group import GroupForks, GroupSettings, Share, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
@@ -51,9 +52,10 @@ CALLS = {"trainer": TRAINER_CALLS, "rollout": ROLLOUT_CALLS}
 
 
 class Shim:
-    """``role`` is ``trainer`` or ``rollout``. The lock guards which worker is the current one, not its calls."""
+    """``role`` is ``trainer`` or ``rollout``. ``shared``: the fork server of both, if they have one. The lock guards which worker is the current one, not its
+    calls."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, shared: SharedForkServer | None = None) -> None:
         self.options, self.role, self.run = options, str(options.role), Path(options.run)
         self.workers: list[WorkerGroup] = []
         self.rollout_workers: RolloutWorkers | None = None
@@ -63,7 +65,7 @@ class Shim:
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.verifier: PublishedVerifier | None = None
-        self.forks = GroupForks()
+        self.forks = GroupForks(shared)
 
     def prepare(self) -> None:
         """Begins the imports of the worker's processes, before it is asked to start them."""
@@ -158,8 +160,12 @@ class Shim:
         suffix = str(number) if number else ""
         name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
         backend = recipe.trainer.backend if self.role == "trainer" else "tandem"
-        python = None if backend == "tandem" else python_of(backend)
-        environment = {} if python is None else {"PYTHONPATH": tandem_path(self.run / "pod")}
+        python, environment = None, dict[str, str]()
+        if backend != "tandem":
+            # A fifth of what a shim imports, and most pods have no other environment.
+            from tandem.backends.environment import python_of, tandem_path
+
+            python, environment = python_of(backend), {"PYTHONPATH": tandem_path(self.run / "pod")}
         device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size if isinstance(recipe, Recipe) else 1
         return GroupSettings(
             name=name,
@@ -286,13 +292,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
+    parser.add_argument("--forks", type=int, metavar="FD", help="a connection to the fork server that the sidecars of the pod share")
     parser.add_argument("--target", default="", help="the module of the worker's calls, where it is not that of the role")
     add_tls(parser)
     options = parser.parse_args()
     WAITS.begin(f"the {options.role} shim" + (f" of pod {options.pod_number}" if options.pod_number else ""))
     setup(f"{options.role}_shim", Path(options.run) / "logs")
     log_uncaught()
-    shim = Shim(options)
+    shim = Shim(options, None if options.forks is None else SharedForkServer(socket.socket(fileno=options.forks)))
     point = FaultPlan.parse(options.faults).point(of_pod(options, f"{options.role}_shim"), Path(options.run)) if options.faults else no_fault
     methods, credential, name = shim.methods(), read_credential(Path(options.credential)), f"the {options.role} sidecar"
     server = RpcServer(methods, credential, name=name, fault_point=point)

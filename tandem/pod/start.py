@@ -19,6 +19,8 @@ from tandem.pod.joined_trainers import JoinedTrainers
 from tandem.pod.joining import FOLDER_PROOF, Joining
 from tandem.pod.leadership import Fence
 from tandem.pod.nodes import Nodes
+from tandem.pod.pod_forks import pod_forks
+from tandem.pod.pod_threads import pod_threads, rank_threads
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sent_functions import sent_functions
@@ -28,7 +30,6 @@ from tandem.pod.worker import make_worker
 from tandem.runtime.coordination.open import cluster_address, open_store, store_address, with_deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.learned_deadline import LearnedDeadline
-from tandem.runtime.process.processes import threads_of
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.runtime.rpc.listener import listen
@@ -37,16 +38,6 @@ from tandem.types import UserError
 
 _CORDONS_S = 5.0
 """A run waits so long for the cordons of the cluster, and goes on with those that it read last."""
-
-
-def pod_threads(recipe: AnyRecipe) -> int:
-    """Returns the threads of a pod's trainer and of its rollout, which take turns unless the rollout is one step ahead."""
-    return threads_of(recipe.machine, at_once=2 if isinstance(recipe, Recipe) and recipe.rollout.max_staleness else 1)
-
-
-def rank_threads(recipe: AnyRecipe) -> int:
-    """Returns the threads of each rank of the trainer, which divide those of a worker with the other ranks of this machine."""
-    return max(1, pod_threads(recipe) // recipe.ranks_here)
 
 
 def longest_episode_s(recipe: Recipe) -> float:
@@ -97,11 +88,13 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
     write_credential(folder / "credential", credential)
 
+    forks = pod_forks(recipe, directory, threads)
+
     def remote_channel(role: Role, count: int = 1) -> RemoteChannel:
         return RemoteChannel(
             role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults,
             lease_s=recipe.coordination.lease_s, least_deadline_s=longest_episode_s(recipe) if role == "rollout" else 0.0,
-            tls=tls_arguments(recipe.pods),
+            tls=tls_arguments(recipe.pods), forks=forks,
         )  # fmt: skip
 
     trainer, rollout = remote_channel("trainer"), remote_channel("rollout", recipe.pods.count)

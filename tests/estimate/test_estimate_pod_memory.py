@@ -76,7 +76,7 @@ def test_every_phase_holds_what_its_plan_says() -> None:
     def phases(plan: PlanName) -> tuple[int, int, int, int]:
         found = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True, residency=Residency(plan))
         # A machine has the pages that ranks and engines share with the servers that they are forked from once.
-        beside = CONTROLLER_BYTES + 2 * (SHIM_BYTES + FORK_SERVER_BYTES) - SHARED_BYTES
+        beside = CONTROLLER_BYTES + 2 * SHIM_BYTES + FORK_SERVER_BYTES - SHARED_BYTES
         trains = max(found.trainer, found.inference) + found.engine_idle - (SHARED_BYTES if found.engine_idle else 0)
         assert found.largest_phase == max(found.trainer_idle + found.rollout - SHARED_BYTES, trains) + found.segments + beside
         return found.trainer_idle, found.inference, found.trainer, found.engine_idle

@@ -162,9 +162,9 @@ def test_targets_that_are_silent_slow_or_cut_off_have_no_value_and_hold_up_no_ot
     try:
         targets = [Target(f"http://127.0.0.1:{server.server_port}/{name}", (("run", name),)) for name in (*["silent"] * 6, "slow", "cut", "good")]
         began = time.monotonic()
-        answered = [{dict(labels)[NAME]: value for labels, _, value in samples} for samples in Scraper(timeout_s=0.3).scrape(targets)]
+        answered = [{dict(labels)[NAME]: value for labels, _, value in samples} for samples in Scraper(timeout_s=1.0).scrape(targets)]
         assert [each["up"] for each in answered] == [0.0] * 8 + [1.0] and [each.get("x") for each in answered] == [None] * 8 + [1.0]
-        assert time.monotonic() - began < 6 * 0.3, "all are asked at the same time"
+        assert time.monotonic() - began < 6 * 1.0, "all are asked at the same time"
     finally:
         Slow.stop.set()
         server.shutdown()

@@ -40,8 +40,9 @@ def flip_inside_engine(directory: Path) -> None:
     with Segment.open(tensor.segment) as segment:
         half = tensor.offset_bytes + tensor.size_bytes // 2
         pattern = bytes(segment.memory[half : half + 96])
-    flipped = 0
-    for worker in [worker for shim in children("self") for worker in children(shim)]:
+    flipped, started = 0, children("self")
+    # The fork server that both sidecars share is this process's.
+    for worker in [*started, *(worker for shim in started for worker in children(shim))]:
         if b"rollout_worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
             flipped += flip_pattern(worker, pattern)
     assert flipped, "no rollout worker holds the embedding"

@@ -104,6 +104,26 @@ def test_kill_where_the_engine_is_terminated_between_steps_and_the_run_is_the_sa
 
 
 @pytest.mark.full
+def test_kill_of_the_fork_server_ends_the_workers_of_both_sidecars_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
+    """It happens twice: the servers that the sidecars have afterwards are their own."""
+    run = PodRun(tmp_path)
+    command = run.begin("train", str(run.recipe), f"--run.directory={tmp_path}", "--run.name=run")
+    for steps, count in ((1, 1), (3, 2)):
+        ends = time.monotonic() + 200
+        while not (run.directory / "metrics.jsonl").exists() or len((run.directory / "metrics.jsonl").read_text().splitlines()) < steps:
+            assert command.poll() is None and time.monotonic() < ends
+            time.sleep(0.01)
+        servers = [number for number, line in run.processes().items() if "runtime.process.fork_server" in line]
+        assert len(servers) == count
+        for server in servers:
+            os.kill(server, signal.SIGKILL)
+    done = finish(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {event.detail["part"] for event in run.events("recovery")} == {"worker"} and len(run.events("recovery")) >= 2
+    assert_lost_nothing(run, undisturbed)
+
+
+@pytest.mark.full
 def test_kill_of_a_tensor_rank_of_the_engine_and_the_run_is_the_same(tmp_path: Path) -> None:
     """Rank 0 is the sidecar's worker, which starts the others."""
     settings = ("--rollout.engine.tensor_parallel_size=2", "--model.create.num_key_value_heads=2", "--machine.threads=2")

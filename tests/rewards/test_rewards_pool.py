@@ -202,10 +202,10 @@ def test_the_wrong_length_is_a_fault_of_the_samples_that_still_have_it_alone(sta
 
 
 def test_what_the_batchs_deadline_leaves_unjudged_is_masked_with_the_one_who_took_the_time(start: Callable[..., Any]) -> None:
-    with start("verl", deadline_s=0.7, sample_deadline_s=0.5) as pool:
+    with start("verl", deadline_s=1.5, sample_deadline_s=1.0) as pool:
         scores = judge(pool, "hang", "hang", "fine")
         assert [score.value for score in scores] == [None, None, None]
-        assert "not judged within rewards.deadline_s (0.7 s); 'verl' hung before, on sample '0/p1/0'" in scores[2].reason
+        assert "not judged within rewards.deadline_s (1.5 s); 'verl' hung before, on sample '0/p1/0'" in scores[2].reason
         assert [score.value for score in judge(pool, "fine")] == [1.0]
 
 
@@ -378,7 +378,7 @@ def test_a_regular_expression_that_explodes_costs_its_sample_alone() -> None:
 
     config = RewardsConfig(
         functions=(RewardFunctionConfig("format_checker", format=FormatCheckerConfig(pattern="(a+)+b")),),
-        deadline_s=12.0, sample_deadline_s=0.5,
+        deadline_s=12.0, sample_deadline_s=1.0,
     )  # fmt: skip
     with RewardPool(config) as pool:
         assert [score.value for score in judge(pool, "aab", "a" * 60, "b")] == [1.0, None, 0.0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem.layout.mesh import MeshShape
-from tandem.runtime.process.forks import ForkServer
+from tandem.runtime.process.forks import ForkServer, SharedForkServer
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.process.worker_group import GroupForks, GroupSettings
@@ -30,7 +30,7 @@ def serving(tmp_path: Path, *modules: str) -> Iterator[ForkServer]:
         server.close()
 
 
-def start(forks: ForkServer | None, tmp_path: Path, *, listener: int = -1, descriptors: Sequence[int] = ()) -> Worker:
+def start(forks: SharedForkServer | None, tmp_path: Path, *, listener: int = -1, descriptors: Sequence[int] = ()) -> Worker:
     return Worker(
         "the worker", "forked_worker", [str(listener)], threads=Threads(1), output=tmp_path / "worker.out", environment={**HELPERS, "FORKED_TEST": "here"},
         new_session=True, pass_fds=descriptors, forks=forks,
@@ -90,6 +90,27 @@ def test_a_server_that_is_killed_takes_its_workers_along_and_the_next_worker_is_
         another = start(forks, tmp_path)
         assert another.call("describe", deadline_s=30).meta["imported_by"] == another.pid
         another.stop()
+
+
+def test_who_shares_a_server_has_workers_of_its_own_which_end_with_its_connection_and_all_with_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, "forked_worker") as forks:
+        first, second = (SharedForkServer(forks.share()) for _ in range(2))
+        ends, stays = start(first, tmp_path), start(second, tmp_path)
+        assert [worker.call("describe", deadline_s=30).meta["imported_by"] for worker in (ends, stays)] == [forks.pid] * 2
+        first.close()
+        until_ended(ends.pid)
+        assert not first.alive and second.alive and stays.call("describe", deadline_s=30).meta["pid"] == stays.pid
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            ends.call("describe", deadline_s=30)
+        os.kill(stays.pid, signal.SIGTERM)
+        assert stays.process.wait(30) == -signal.SIGTERM, "each learns how its own have ended"
+        last = start(second, tmp_path)
+        os.kill(forks.pid, signal.SIGKILL)
+        until_ended(last.pid)
+        assert not second.alive
+        settings = GroupSettings("the group", "forked_worker", tmp_path, tmp_path / "group", 1, environment=HELPERS)
+        with contextlib.closing(GroupForks(second)) as own:
+            assert isinstance(own.of(settings, MeshShape()), ForkServer), "a server of one's own takes the place of one that has ended"
 
 
 def test_a_process_with_threads_is_not_forked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,10 +23,11 @@ from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
+from tandem.pod.pod_threads import rank_threads
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.rl_models import published_bytes
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import open_channels, rank_threads
+from tandem.pod.start import open_channels
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch

@@ -8,7 +8,6 @@ from pathlib import Path
 from tandem.config.coordination import CoordinationConfig
 from tandem.runtime.coordination.cordons import cluster_prefix
 from tandem.runtime.coordination.embedded import EmbeddedStore
-from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.store import Store
 
 _ETCD = "etcd:"
@@ -50,5 +49,8 @@ def open_store(address: str, on_wait: Callable[[], None] = lambda: None) -> Stor
     """Opens the store at ``address``. ``on_wait`` is called again and again while it does not answer. Raises ``UserError``."""
     if not address.startswith(_ETCD):
         return EmbeddedStore(Path(address))
+    # Its client is a megabyte of modules in each process of a pod, and most runs have an embedded store.
+    from tandem.runtime.coordination.etcd import EtcdStore
+
     section, prefix = json.loads(address.removeprefix(_ETCD))
     return EtcdStore(CoordinationConfig(**{**section, "endpoints": tuple(section["endpoints"])}), prefix, on_wait)

@@ -1,7 +1,8 @@
 """Forks worker processes that find their modules already imported: ``python -m tandem.runtime.process.fork_server --requests FD``.
 
 It imports the modules of its first request once, and then does nothing but fork: it has one thread and no device, without which a fork is not safe, and
-refuses to fork where that is not so. ``forks`` is its owner's side. It ends when its owner closes the socket, and its children with it.
+refuses to fork where that is not so. ``forks`` is the side of its owner and of the others that share it, each over a socket of its own: the workers of one
+that closes its socket, or dies, are killed. The server ends when its owner closes the socket, and all its children with it.
 """
 
 import contextlib
@@ -10,10 +11,13 @@ import fcntl
 import gc
 import json
 import os
+import select
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,8 @@ MAX_REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 """Beginnings of the device files that a process has opened when it has begun to use a GPU, by whatever library."""
+REAP_MS = 100
+"""Milliseconds between two looks at whether killed workers have ended."""
 ROOM_BYTES = 4096
 """Bytes of the command line that a child's own may take."""
 
@@ -46,11 +52,20 @@ class CommandLine:
             ctypes.memmove(self._start, shown.ljust(self._size, b"\0"), self._size)
 
 
+@dataclass(slots=True)
+class Client:
+    """Who asks over ``socket``. ``children``: the workers that it has and that have not been waited for, by whether they lead a process group."""
+
+    socket: socket.socket
+    children: dict[int, bool] = field(default_factory=dict)
+
+
 class ForkServer:
-    """Answers the requests of ``owner``, one after the other."""
+    """Answers the requests of ``owner``, and of all that it passes a socket for, one after the other."""
 
     def __init__(self, owner: socket.socket) -> None:
-        self._owner, self._line, self._children = owner, CommandLine(), set[int]()
+        self._line, self._clients, self._killed = CommandLine(), {owner.fileno(): Client(owner)}, set[int]()
+        self._owner = self._clients[owner.fileno()]
         self._line.set([sys.executable, "-m", "tandem.runtime.process.fork_server"])
         for module in json.loads(owner.recv(MAX_REQUEST_BYTES))["modules"]:
             import_module(module)
@@ -60,32 +75,60 @@ class ForkServer:
     def serve(self) -> None:
         """Serves until the owner closes the socket."""
         while True:
-            data, descriptors, _, _ = socket.recv_fds(self._owner, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+            waiting = select.poll()
+            for number in self._clients:
+                waiting.register(number, select.POLLIN)
+            for number, _ in waiting.poll(REAP_MS if self._killed else None):
+                client = self._clients[number]
+                try:
+                    self._serve_one(client)
+                except OSError:  # It has died, or closed the socket: there is no other end of a socket.
+                    if client is self._owner:
+                        return
+                    self._leave(number)
+            self._killed -= {child for child in self._killed if os.waitpid(child, os.WNOHANG)[0]}
+
+    def _serve_one(self, client: Client) -> None:
+        """Answers the next request. Raises ``OSError`` where there will be none."""
+        data, descriptors, _, _ = socket.recv_fds(client.socket, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        try:
             if not data:
-                return
+                raise ConnectionResetError
             request = json.loads(data)
             if "ended" in request:
-                self._answer({"status": self._status(int(request["ended"]))})
+                _answer(client, {"status": self._status(client, int(request["ended"]))})
+            elif "shares" in request:
+                other = socket.socket(fileno=os.dup(descriptors[0]))
+                self._clients[other.fileno()] = Client(other)
             elif trouble := why_not_to_fork():
-                self._answer({"trouble": trouble})
+                _answer(client, {"trouble": trouble})
             else:
-                self._fork(request, descriptors)
+                self._fork(client, request, descriptors)
+        finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _answer(self, reply: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        socket.send_fds(self._owner, [json.dumps(reply).encode()], descriptors)
+    def _leave(self, number: int) -> None:
+        """Kills the workers of a client that has left, as the kernel does with those of a process that started them itself."""
+        client = self._clients.pop(number)
+        client.socket.close()
+        for child, leads in client.children.items():
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if leads and os.getpgid(child) == child else os.kill)(child, signal.SIGKILL)
+        self._killed |= client.children.keys()
 
-    def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+    def _fork(self, client: Client, request: dict[str, Any], descriptors: Sequence[int]) -> None:
         parent = os.getpid()
         child = os.fork()
         if child == 0:
             self._become(request, descriptors, parent)
-        self._children.add(child)
-        # The owner's view of the child's end: the child's id is not used again before this process has waited for it.
+        client.children[child] = bool(request["session"])
+        # The client's view of the child's end: the child's id is not used again before this process has waited for it.
         watch = os.pidfd_open(child)
-        self._answer({"pid": child}, [watch])
-        os.close(watch)
+        try:
+            _answer(client, {"pid": child}, [watch])
+        finally:
+            os.close(watch)
 
     def _become(self, request: dict[str, Any], descriptors: Sequence[int], parent: int) -> None:
         """Runs the worker of ``request`` in this new process, and ends it. The first descriptor is its output."""
@@ -94,7 +137,8 @@ class ForkServer:
             die_with_parent(parent)
             if request["session"]:
                 os.setsid()
-            self._owner.close()
+            for client in self._clients.values():
+                client.socket.close()
             output, *passed = descriptors
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -117,15 +161,19 @@ class ForkServer:
             # Not the endings of the server, of which this process has a copy.
             os._exit(status)
 
-    def _status(self, child: int) -> int | None:
-        """Returns the exit status of a child as ``subprocess`` has it, ``None`` while it runs."""
-        if child not in self._children:
+    def _status(self, client: Client, child: int) -> int | None:
+        """Returns the exit status of a child of ``client`` as ``subprocess`` has it, ``None`` while it runs."""
+        if child not in client.children:
             return None
         ended, status = os.waitpid(child, os.WNOHANG)
         if not ended:
             return None
-        self._children.discard(child)
+        del client.children[child]
         return os.waitstatus_to_exitcode(status)
+
+
+def _answer(client: Client, reply: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    socket.send_fds(client.socket, [json.dumps(reply).encode()], descriptors)
 
 
 def move_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

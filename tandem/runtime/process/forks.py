@@ -1,4 +1,4 @@
-"""The owner's side of a fork server: starts worker processes whose modules are imported already."""
+"""The side of a fork server's owner, and of others that share it: starts worker processes whose modules are imported already."""
 
 import contextlib
 import json
@@ -28,29 +28,23 @@ class NoFork(Exception):
     """The server does not fork: it has ended, or it would not be safe."""
 
 
-class ForkServer:
-    """A process that has imported ``modules`` and forks workers, which have the ``threads`` and, at their start, the ``environment`` that it has. Thread-safe.
-    It ends with this process, and the workers with it."""
+class SharedForkServer:
+    """A fork server of another process, asked over ``connection``, which it made with ``share``. Thread-safe. The workers that it forks for this process are
+    killed when this process ends or closes the connection, and when the server ends."""
 
-    def __init__(self, modules: Sequence[str], *, threads: Threads, environment: Mapping[str, str] | None = None, output: Path | None = None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            # Libraries of matrix products start their threads when they are imported; torch sets its own count later.
-            own = {**(environment or {}), "OPENBLAS_NUM_THREADS": "1"}
-            self._process = spawn(
-                MODULE, ["--requests", str(theirs.fileno()), " " * ROOM_BYTES], threads=threads, output=output, environment=own,
-                pass_fds=[theirs.fileno()], new_session=True, worker=True,
-            )  # fmt: skip
-        self._socket, self._lock = ours, threading.Lock()
-        ours.send(json.dumps({"modules": list(modules)}).encode())
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def __init__(self, connection: socket.socket) -> None:
+        connection.set_inheritable(False)
+        self._socket, self._lock = connection, threading.Lock()
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether the server may still answer."""
+        ending = select.poll()
+        try:
+            ending.register(self._socket, 0)
+        except ValueError:  # It was closed.
+            return False
+        return not ending.poll(0)
 
     def start(
         self, module: str, arguments: Sequence[str], *, output: Path | None = None, environment: Mapping[str, str] | None = None,
@@ -76,9 +70,8 @@ class ForkServer:
         return reply["status"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Ends the server and all that it has started."""
+        """Ends all that the server has started for this process."""
         self._socket.close()
-        kill_group(self._process)
 
     def _ask(self, request: Mapping[str, Any], within_s: float, descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
@@ -88,17 +81,55 @@ class ForkServer:
                 data, received, _, _ = socket.recv_fds(self._socket, MAX_REQUEST_BYTES, 1)
             except OSError as error:
                 # After a timeout the answer of this request would be taken for that of the next one.
-                kill_group(self._process)
+                self.close()
                 raise NoFork(f"it does not answer: {error}") from None
         if not data:
             raise NoFork("it has ended")
         return json.loads(data), received
 
 
+class ForkServer(SharedForkServer):
+    """A process that has imported ``modules`` and forks workers, which have the ``threads`` and, at their start, the ``environment`` that it has. It ends with
+    this process, and all workers with it."""
+
+    def __init__(self, modules: Sequence[str], *, threads: Threads, environment: Mapping[str, str] | None = None, output: Path | None = None) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # Libraries of matrix products start their threads when they are imported; torch sets its own count later.
+            own = {**(environment or {}), "OPENBLAS_NUM_THREADS": "1"}
+            self._process = spawn(
+                MODULE, ["--requests", str(theirs.fileno()), " " * ROOM_BYTES], threads=threads, output=output, environment=own,
+                pass_fds=[theirs.fileno()], new_session=True, worker=True,
+            )  # fmt: skip
+        super().__init__(ours)
+        ours.send(json.dumps({"modules": list(modules)}).encode())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def share(self) -> socket.socket:
+        """Returns a connection for another process, to which it is passed on and which makes a ``SharedForkServer`` of it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Without an answer, for which this process would wait until the server has its imports. If it ends before, the connection ends too.
+        with theirs, self._lock, contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps({"shares": True}).encode()], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        """Ends the server and all that it has started, for whomever."""
+        super().close()
+        kill_group(self._process)
+
+
 class ForkedProcess:
     """A process that a fork server has started, with the methods of ``subprocess.Popen``."""
 
-    def __init__(self, pid: int, pidfd: int, server: ForkServer) -> None:
+    def __init__(self, pid: int, pidfd: int, server: SharedForkServer) -> None:
         self.pid, self.returncode = pid, None  # type: tuple[int, int | None]
         self._pidfd, self._server, self._lock = pidfd, server, threading.Lock()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
-from tandem.runtime.process.forks import ForkServer, NoFork
+from tandem.runtime.process.forks import NoFork, SharedForkServer
 from tandem.runtime.process.processes import ChildProcess, Threads, describe_exit, kill, kill_group, spawn
 from tandem.runtime.process.processes import wait as wait_for_exit
 from tandem.runtime.process.waits import WAITS, StateOfPeer, Wait, unknown
@@ -50,7 +50,7 @@ class Worker:
         python: Path | None = None,
         state: StateOfPeer = unknown,
         pass_fds: Sequence[int] = (),
-        forks: ForkServer | None = None,
+        forks: SharedForkServer | None = None,
     ) -> None:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 

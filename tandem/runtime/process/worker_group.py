@@ -22,7 +22,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.health.step_times import RankTimes, read_step_times, step_times_path
 from tandem.runtime.machine.heap import kept_heap_environment
 from tandem.runtime.process.deadline import PROCESS_CLOCK
-from tandem.runtime.process.forks import ForkServer
+from tandem.runtime.process.forks import ForkServer, SharedForkServer
 from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
@@ -103,17 +103,26 @@ def environment_of_ranks(shape: MeshShape) -> dict[str, str]:
     return kept_heap_environment(os.environ) if shape.world > 1 else {}
 
 
-class GroupForks:
-    """The fork server of the groups that one owner starts, one after the other: with the modules of their ranks. Closing it ends it."""
+def may_fork() -> bool:
+    """Returns whether this system has what fork servers need."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
-    def __init__(self) -> None:
+
+class GroupForks:
+    """The fork server of the groups that one owner starts, one after the other: with the modules of their ranks. Closing it ends it. ``shared``: that of
+    another process, made for them; while it lives there is no other one."""
+
+    def __init__(self, shared: SharedForkServer | None = None) -> None:
         self._server: ForkServer | None = None
         self._made_for: tuple[object, ...] = ()
+        self._shared = shared
 
-    def of(self, settings: GroupSettings, shape: MeshShape) -> ForkServer | None:
+    def of(self, settings: GroupSettings, shape: MeshShape) -> SharedForkServer | None:
         """Returns the server for a group, begun if there is none: its imports go on meanwhile. ``None`` where ranks are started otherwise."""
-        if not settings.forked or settings.python is not None or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        if not settings.forked or settings.python is not None or not may_fork():
             return None
+        if self._shared is not None and self._shared.alive:
+            return self._shared
         environment = environment_of_ranks(shape)
         wanted = (settings.target, settings.threads, *environment.items())
         if self._server is None or self._made_for != wanted or not self._server.alive:
@@ -128,6 +137,8 @@ class GroupForks:
         if self._server is not None:
             self._server.close()
             self._server = None
+        if self._shared is not None:
+            self._shared.close()
 
 
 class WorkerGroup:
