@@ -1,6 +1,6 @@
 """A packed decoder's layers as the kernels' program of dense layers (``kernels.dense_layers``), which computes them in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,24 +12,25 @@ from tandem.model.layer_weights import LayerWeights, Written
 _AS_IT_IS = DenseOutput(None, 1.0)
 
 
-class LayerProgram:
-    """The program of a decoder's layers, made again when these are others."""
+class PackedLayers(list[LayerWeights]):
+    """A decoder's packed layers, with their program: other weights are another list, so that a program never reads weights that are no longer there, nor keeps
+    them."""
 
-    def __init__(self) -> None:
-        self._made_of: tuple[object, ...] = (None,)
+    def __init__(self, layers: Iterable[LayerWeights]) -> None:
+        super().__init__(layers)
+        self._made_of: tuple[object, object] = (None, None)
         self._program: DenseProgram | None = None
 
-    def of(
-        self, kernels: Kernels, layers: list[LayerWeights], norm: Tensor, norms_from_one: bool, tables: tuple[Tensor, ...], order: Tensor | None
+    def program(
+        self, kernels: Kernels, norm: Tensor, norms_from_one: bool, tables: tuple[Tensor, ...], order: Tensor | None
     ) -> DenseProgram | None:
-        """Returns the program of packed ``layers`` and the last norm's weight ``norm[H]``, with ``model.rotary.rotary_tables`` in the ``rotary_order``;
-        ``None`` where the kernels have none for them. Other weights in the place of these are another list of layers."""
-        made_of = layers, norm, tables
-        if not all(one is other for one, other in zip(made_of, self._made_of, strict=False)):
-            dense = [dense_layer(weights, tables) for weights in layers] if order is None else [None]
+        """Returns the program of these layers and the last norm's weight ``norm[H]``, with ``model.rotary.rotary_tables`` in the ``rotary_order``; ``None``
+        where the kernels have none for them."""
+        if self._made_of[0] is not norm or self._made_of[1] is not tables:
+            dense = [dense_layer(weights, tables) for weights in self] if order is None else [None]
             known = [layer for layer in dense if layer is not None]
             self._program = dense_program(kernels, known, factor_of_norm(norm, norms_from_one)) if len(known) == len(dense) else None
-            self._made_of = made_of
+            self._made_of = norm, tables
         return self._program
 
 

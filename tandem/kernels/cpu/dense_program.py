@@ -13,7 +13,7 @@ from tandem.kernels.dense_layers import DenseLayer, DenseProduct
 
 FP32, BF16, BF16_ROUNDED = range(3)
 """The precision of products, as in dense_layers.cpp."""
-_MOST_TOKENS = 512
+_MOST_TOKENS = 256
 _IN_ROPE, _IN_ATTENTION = 10, 20
 
 
