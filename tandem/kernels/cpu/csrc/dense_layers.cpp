@@ -136,9 +136,9 @@ struct Widths {
 
 extern "C" {
 
-// out = the norm of the residual stream behind `count` layers, of the wanted rows in their order, or of all with a count below 0.
-// residual[tokens, hidden] is the stream before them, and overwritten. Returns 0, 1 where a wanted row is none of the tokens or there are
-// more of them than tokens, or the code of tandem_rope_to_cache plus 10, or of tandem_paged_attention plus 20.
+// out = the norm of the residual stream behind `count` layers, of the wanted rows in their order, or of all with a count below 0. residual[tokens, hidden] is the stream before
+// them, and overwritten. Returns 0, 1 where a wanted row is none of the tokens or
+// there are more of them, or the code of tandem_rope_to_cache plus 10, or of tandem_paged_attention plus 20.
 int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCache* caches, int precision, int64_t tokens, const int64_t* positions,
                         const int64_t* slots, const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
                         int64_t table_width, const int64_t* wanted, int64_t wanted_count, const float* norm, float* residual, float* out) {
@@ -159,8 +159,8 @@ int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCach
     for (int64_t i = 0; i < count; ++i)
       if (const int code = run_layer(layers[i], caches[i], batch, precision, i == 0, i + 1 == count, rows)) return code;
     const DenseLayer& last = layers[count - 1];
-    tandem_rms_norm(rows.x, rows.residual, norm, wanted_count >= 0 ? wanted_count : tokens, last.output.rows, 1, last.eps,
-                    last.is_centred != 0, out, rows.residual, nullptr);
+    tandem_rms_norm(rows.x, rows.residual, norm, wanted_count >= 0 ? wanted_count : tokens, last.output.rows, 1, last.eps, last.is_centred != 0, out, rows.residual,
+                    nullptr);
     return 0;
   });
 }

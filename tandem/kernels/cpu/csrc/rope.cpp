@@ -80,8 +80,7 @@ int tandem_rope_to_cache(const float* qkv, const int64_t* positions, const float
   for_stored(kind, [&](auto stored) {
     using T = decltype(stored);
     const int64_t stored_each = stored_size<T>(size);
-    // A key is written to as many cache lines as it has components, most of which are in memory: those of another block are fetched one
-    // token ahead.
+    // A key is written to as many cache lines as it has components, most of which are in memory: those of a token in another block are fetched one token ahead.
     const auto fetch_keys = [&](int64_t block) {
       constexpr int64_t LINE = 64;
       const int64_t bytes = hkv * stored_each * BLOCK_TOKENS * static_cast<int64_t>(sizeof(T));
