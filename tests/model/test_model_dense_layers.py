@@ -100,7 +100,12 @@ def test_layers_that_the_program_cannot_say_are_computed_one_by_one(
     name: str, paged_logits: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran, run_layer = list[int](), decoder_module.run_layer
-    monkeypatch.setattr(decoder_module, "run_layer", lambda *given: (ran.append(given[1].attention.index), run_layer(*given))[1])
+
+    def noted(batch: Any, weights: Any, *state: Any) -> tuple[Tensor, Tensor]:
+        ran.append(weights.attention.index)
+        return run_layer(batch, weights, *state)
+
+    monkeypatch.setattr(decoder_module, "run_layer", noted)
     paged_logits(packed(OTHERS[name], select("cpu")), [torch.arange(3)], [[(0, 3)]])
     assert ran == [0, 1]
 
