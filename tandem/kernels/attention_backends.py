@@ -164,7 +164,9 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
             return attend_last(attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
         return attention(q, k, v, cu_seqlens, max_seqlen, scale, window)
 
-    functions = {"packed_attention": staticmethod(packed_attention), "paged_attention": staticmethod(paged_attention)}
+    functions: dict[str, Any] = {"packed_attention": staticmethod(packed_attention), "paged_attention": staticmethod(paged_attention)}
+    # The program of all layers would compute the wrapped attention.
+    functions["dense_program"] = None
     kind: Any = type("WithAttention", (type(kernels),), functions)
     changed: Kernels = kind.__new__(kind)
     vars(changed).update({name: value for name, value in vars(kernels).items() if name not in functions})

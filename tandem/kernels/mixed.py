@@ -8,12 +8,14 @@ product is an fp32 one, which gives the results of a 16-bit unit, up to the orde
 8.9 and above have fp8 units (``fp8``).
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups, PackedWeight, TokenLogprobs, gate_of
+from tandem.kernels.dense_layers import DenseLayer, DenseProgram, dense_program
 from tandem.kernels.fp8 import FP8_CAPABILITY, Fp8Linear, fits_fp8_units, power_of_two_scale
 from tandem.kernels.quantized import PackedParts, PackedQuantized, with_parts
 from tandem.layout.shapes import Activation
@@ -167,6 +169,10 @@ class MixedKernels:
             return self._products.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
         with torch.no_grad():
             return self.linear_packed(gate_of(self.inner, activation)(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
+    def dense_program(self, layers: Sequence[DenseLayer], norm: Tensor) -> DenseProgram | None:
+        """See ``kernels.dense_layers``; of the wrapped kernels' own products in bf16."""
+        return None if self._products is None else dense_program(self._products, layers, norm)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         """Does ``inner.pack_groups`` with the rounded weights."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, PackedWeight, TokenLogprobs
+from tandem.kernels.api import Kernels, KVLayer, PackedWeight, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.mixed import head_kernels
 from tandem.layout.pipeline_stages import Span, whole
@@ -17,6 +17,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
 from tandem.model.aux_hidden_states import AuxHiddenStates
+from tandem.model.dense_layers import PackedLayers
 from tandem.model.embedding_scale import embedding_factor
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.latent_projections import pack_absorbed
@@ -106,7 +107,7 @@ class Decoder(nn.Module):
         self.recompute: Recompute = "none"
         self.router_balance: RouterBalance | None = None
         self.replay_count = ReplayCount()
-        self._packed: list[LayerWeights] | None = None
+        self._packed: PackedLayers | None = None
         self._packed_head: Any = None
         self._packed_embedding: PackedWeight | None = None
         self._adopted: dict[str, torch.Size] = {}
@@ -161,6 +162,12 @@ class Decoder(nn.Module):
         with torch.no_grad():
             if self._packed is None:
                 return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora, span, received, aux)
+            has_more = router_logits is not None or lora is not None or span is not None or aux is not None
+            if isinstance(attention, PagedContext) and self.group is None and not has_more:
+                program = self._packed.program(self.kernels, self.norm.weight, self.shapes.norms_from_one, self.rotary_tables, self.rotary_order)
+                if program is not None and len(tokens) <= program.most_tokens:
+                    caches = cast("Sequence[KVLayer]", attention.caches)
+                    return program.run(self._embed(tokens, self._collectives), positions, caches, attention.batch, attention.wanted)
             return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received, aux)
 
     def _run(
@@ -542,8 +549,8 @@ class Decoder(nn.Module):
         ]
 
     @torch.no_grad()
-    def _packed_steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
-        return [with_factors(step) for step in self._steps(matrices, experts)]
+    def _packed_steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> PackedLayers:
+        return PackedLayers(with_factors(step) for step in self._steps(matrices, experts))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         if self._packed is not None:

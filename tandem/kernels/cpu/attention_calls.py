@@ -7,7 +7,7 @@ from tandem.kernels.cpu.calls import address, dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.kv_dtype import stored_size
 
-_MAX_HEAD = 576
+MAX_HEAD = 576
 _STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3, uint8: 4}
 """The codes of ``for_stored`` in cache.h."""
 
@@ -42,7 +42,7 @@ class AttentionCalls:
         query_heads, kv_heads, size = heads
         tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
         blocks, slots = cache.keys.shape[0], indices(slots, int64)
-        addresses = _cache_addresses(cache, kv_heads, size)
+        addresses = cache_addresses(cache, kv_heads, size)
         if slots.shape[0] != tokens:
             raise shape_error("slots", slots, f"[{tokens}]")
         q = qkv.new_empty(tokens, query_heads, size)
@@ -50,18 +50,15 @@ class AttentionCalls:
             qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
             address(q_norm), address(k_norm), eps, q.data_ptr(), *addresses, blocks, slots.data_ptr(),
         )  # fmt: skip
-        if code == 1:
-            raise IndexError(f"rope_to_cache: a position is outside 0..{len(cos_sin) - 1}")
-        if code == 2:
-            raise IndexError(f"rope_to_cache: a slot is outside the cache of {blocks} blocks")
+        raise_for_rope(code, len(cos_sin), blocks)
         return q
 
     def round_kv(self, x: Tensor, stored: dtype) -> Tensor:
         if stored not in _STORED:
             raise TypeError(f"kernels cpu store keys and values in {', '.join(map(str, _STORED))}, not in {stored}")
         *_, size = x.shape
-        if size > _MAX_HEAD:
-            raise shape_error("round_kv x", x, f"a head size up to {_MAX_HEAD}")
+        if size > MAX_HEAD:
+            raise shape_error("round_kv x", x, f"a head size up to {MAX_HEAD}")
         out = empty_like(x)
         self._c.round_kv(x.data_ptr(), _STORED[stored], x.numel() // size, size, out.data_ptr())
         return out
@@ -89,9 +86,9 @@ class AttentionCalls:
             raise shape_error("qkv", qkv, f"[T, {(query_heads + 2 * kv_heads) * size}]")
         if positions.shape[0] != tokens:
             raise shape_error("positions", positions, f"[{tokens}]")
-        fits = cos_sin.shape[1] == size and size % 2 == 0 and size <= _MAX_HEAD
+        fits = cos_sin.shape[1] == size and size % 2 == 0 and size <= MAX_HEAD
         if not fits:
-            raise shape_error("cos_sin", cos_sin, f"[P, {size}], an even size up to {_MAX_HEAD}")
+            raise shape_error("cos_sin", cos_sin, f"[P, {size}], an even size up to {MAX_HEAD}")
         return tokens, indices(positions, int64), dense(cos_sin)
 
     def packed_attention(
@@ -115,7 +112,7 @@ class AttentionCalls:
             size, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(), address(log_sum),
         )  # fmt: skip
         if code == 1:
-            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
+            raise ValueError(f"attention: head size {size} is above {MAX_HEAD}")
         if code:
             raise ValueError(f"attention: cu_seqlens must rise from 0 to {tokens}, the number of tokens, and query_start to {queries}, by no more")
         return out
@@ -146,8 +143,8 @@ class AttentionCalls:
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         blocks, kv_heads, size = *cache.keys.shape[:2], q.shape[2]
-        addresses = _cache_addresses(cache, kv_heads, size)
-        return self._paged(q, addresses, (blocks, kv_heads), _batch_indices(batch), scale, window, cap, sinks)
+        addresses = cache_addresses(cache, kv_heads, size)
+        return self._paged(q, addresses, (blocks, kv_heads), batch_indices(batch), scale, window, cap, sinks)
 
     def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float) -> Tensor:
         """Computes attention over rows that are keys and values at once: [T, Hq, D] -> [T, Hq, D]."""
@@ -159,7 +156,7 @@ class AttentionCalls:
             raise shape_error("cache rows", rows, f"dense [N, {BLOCK_TOKENS}, {size}]")
         if kind > 1 and (scales is None or not scales.is_contiguous() or scales.dtype is not float32 or scales.shape != (blocks, BLOCK_TOKENS)):
             raise TypeError(f"a cache of {rows.dtype} has no dense fp32 scales [{blocks}, {BLOCK_TOKENS}]; make it with empty_latent_cache")
-        return self._paged(q, (kind, 0, rows.data_ptr(), 0, address(scales)), (blocks, 1), _batch_indices(batch), scale, None, None, None)
+        return self._paged(q, (kind, 0, rows.data_ptr(), 0, address(scales)), (blocks, 1), batch_indices(batch), scale, None, None, None)
 
     def _paged(
         self, q: Tensor, addresses: tuple[int, int, int, int, int], sizes: tuple[int, int], batch: tuple[Tensor, Tensor, Tensor], scale: float,
@@ -171,13 +168,26 @@ class AttentionCalls:
             q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
             tables.data_ptr(), *tables.shape, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(),
         )  # fmt: skip
-        if code == 1:
-            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
-        if code == 2:
-            raise ValueError("attention: query_start and context_lens do not match the tokens or the block tables")
-        if code == 3:
-            raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
+        raise_for_attention(code, size, blocks)
         return out
+
+
+def raise_for_rope(code: int, positions: int, blocks: int) -> None:
+    """Raises what the ``code`` of ``rope_to_cache`` means."""
+    if code == 1:
+        raise IndexError(f"rope_to_cache: a position is outside 0..{positions - 1}")
+    if code == 2:
+        raise IndexError(f"rope_to_cache: a slot is outside the cache of {blocks} blocks")
+
+
+def raise_for_attention(code: int, size: int, blocks: int) -> None:
+    """Raises what the ``code`` of ``paged_attention`` means."""
+    if code == 1:
+        raise ValueError(f"attention: head size {size} is above {MAX_HEAD}")
+    if code == 2:
+        raise ValueError("attention: query_start and context_lens do not match the tokens or the block tables")
+    if code == 3:
+        raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
 
 
 def _sinks_address(sinks: Tensor | None, heads: int) -> int:
@@ -188,7 +198,7 @@ def _sinks_address(sinks: Tensor | None, heads: int) -> int:
     return dense(sinks).data_ptr()
 
 
-def _batch_indices(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+def batch_indices(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the starts, lengths and block tables of ``batch`` as the library reads them."""
     starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
     tables = indices(batch.block_tables, int32)
@@ -200,7 +210,7 @@ def _batch_indices(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
     return starts, lengths, tables
 
 
-def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
+def cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
     """Returns the code of a cache's dtype and the addresses of its four tensors (0 for one that it does not have)."""
     keys, values, key_scales, value_scales = cache
     blocks, kind = keys.shape[0], _STORED.get(keys.dtype)

@@ -12,7 +12,7 @@ from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 from tandem.layout.shapes import Activation
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """The codes of rows.h."""
 
 
@@ -166,7 +166,7 @@ class Calls:
             raise ValueError(f"gated_mlp gate_up has shape {[*gate_up[1:]]}; expected [{2 * inner}, {hidden}]")
         if down.rows != hidden:
             raise ValueError(f"gated_mlp down has shape {[*down[1:]]}; expected [{hidden}, {inner}]")
-        return x.new_empty(rows, hidden), (rows, hidden, inner, _ACTIVATIONS[activation])
+        return x.new_empty(rows, hidden), (rows, hidden, inner, ACTIVATIONS[activation])
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
         """Computes ``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""
@@ -224,12 +224,12 @@ class Calls:
         if width % 2:
             raise shape_error("gate_mul gate_up", gate_up, "[T, 2 F]")
         out = gate_up.new_empty(rows, width // 2)
-        self._c.gate_mul(gate_up.data_ptr(), rows, width // 2, _ACTIVATIONS[activation], out.data_ptr())
+        self._c.gate_mul(gate_up.data_ptr(), rows, width // 2, ACTIVATIONS[activation], out.data_ptr())
         return out
 
     def gate_mul_backward(self, gate_up: Tensor, grad: Tensor, activation: Activation) -> Tensor:
         out = empty_like(gate_up)
-        self._c.gate_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], _ACTIVATIONS[activation], out.data_ptr())
+        self._c.gate_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], ACTIVATIONS[activation], out.data_ptr())
         return out
 
     def soft_cap(self, x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:

@@ -24,9 +24,11 @@ from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
+from tandem.kernels.cpu.dense_program import BF16, BF16_ROUNDED, FP32, CpuDenseProgram, is_computable
 from tandem.kernels.cpu.gated_delta import CpuPasses
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.dense_layers import DenseLayer
 from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, of_groups, with_parts
@@ -43,6 +45,7 @@ class CpuKernels:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._precision = FP32
         self._calls = Calls(library)
         self._attention = AttentionCalls(library)
         self._quantized = QuantizedCalls(library)
@@ -101,6 +104,10 @@ class CpuKernels:
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
         return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias, activation)
+
+    def dense_program(self, layers: Sequence[DenseLayer], norm: Tensor) -> CpuDenseProgram | None:
+        """See ``kernels.dense_layers``."""
+        return CpuDenseProgram(self._library, layers, norm, self._precision) if is_computable(layers, norm) else None
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         if _wants_grad(x, weight, None):
@@ -218,6 +225,7 @@ class CpuBf16Products(CpuKernels):
 
     def __init__(self, library: Library, rounds: bool) -> None:
         super().__init__(library)
+        self._precision = BF16_ROUNDED if rounds else BF16
         self._calls: Bf16Calls = Bf16Calls(library, rounds)
 
     @property

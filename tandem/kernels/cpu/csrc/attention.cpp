@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "calls.h"
 #include "direct.h"
 #include "parallel.h"
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "calls.h"
 #include "direct.h"
 #include "dot.h"
 #include "parallel.h"

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "calls.h"
 #include "direct.h"
 #include "gemm.h"
 #include "parallel.h"

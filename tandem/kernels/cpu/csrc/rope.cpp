@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "calls.h"
 #include "direct.h"
 #include "parallel.h"
 
@@ -78,18 +79,25 @@ int tandem_rope_to_cache(const float* qkv, const int64_t* positions, const float
   const int threads = threads_for(tokens * row * 8);
   for_stored(kind, [&](auto stored) {
     using T = decltype(stored);
+    const int64_t stored_each = stored_size<T>(size);
+    // A key is written to as many cache lines as it has components, most of which are in memory: those of a token in another block are fetched one token ahead.
+    const auto fetch_keys = [&](int64_t block) {
+      constexpr int64_t LINE = 64;
+      const int64_t bytes = hkv * stored_each * BLOCK_TOKENS * static_cast<int64_t>(sizeof(T));
+      for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(static_cast<const char*>(keys) + block * bytes + at, 1, 3);
+    };
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t block = slots[t] / BLOCK_TOKENS, offset = slots[t] % BLOCK_TOKENS;
+      if (t + 1 < tokens && slots[t + 1] / BLOCK_TOKENS != block) fetch_keys(slots[t + 1] / BLOCK_TOKENS);
       alignas(64) float head[MAX_HEAD];
       T codes[MAX_HEAD];
       const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
       for (int64_t h = 0; h < hq; ++h) head_forward(from + h * size, q_norm, eps, angles, size, q + (t * hq + h) * size);
-      const int64_t block = slots[t] / BLOCK_TOKENS, offset = slots[t] % BLOCK_TOKENS;
       for (int64_t h = 0; h < hkv; ++h) {
         const int64_t at = block * hkv + h;
         head_forward(from + (hq + h) * size, k_norm, eps, angles, size, head);
         const float key_scale = encode(head, size, codes);
-        const int64_t stored_each = stored_size<T>(size);
         T* to = static_cast<T*>(keys) + at * stored_each * BLOCK_TOKENS + offset;
         for (int64_t d = 0; d < stored_each; ++d) to[d * BLOCK_TOKENS] = codes[d];
         const float value_scale = encode(from + (hq + hkv + h) * size, size, static_cast<T*>(values) + (at * BLOCK_TOKENS + offset) * stored_each);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "calls.h"
 #include "direct.h"
 #include "parallel.h"
 

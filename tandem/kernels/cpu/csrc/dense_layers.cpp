@@ -1,0 +1,170 @@
+// All layers of a dense decoder over an engine's flat batch, in one call: between two kernels of a small model, Python takes as long as they do.
+//
+// The kernels are those that Python would call one by one (`tandem/model/layer_pass.py`), in the same order, so the bits are the same too.
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "calls.h"
+#include "direct.h"
+#include "parallel.h"
+#include "rows.h"
+
+// The structures of dense_program.py, field by field.
+struct DenseMatrix {
+  const float *data, *bias;  // data packed; bias null where there is none
+  int64_t rows, columns;
+};
+
+// Norms, sinks: null where there are none. The cos_sin[positions, size] of one position is that of all.
+struct DenseLayer {
+  DenseMatrix qkv, output, gate_up, down;
+  const float *input_norm, *mlp_norm, *q_norm, *k_norm, *sinks, *attention_output_norm, *mlp_output_norm, *cos_sin;
+  int64_t positions, heads, kv_heads, head_size, window, activation, is_centred, has_parallel_blocks;
+  float eps, scale, cap, attention_output_factor, mlp_output_factor;
+};
+
+struct DenseCache {
+  void *keys, *values;
+  float *key_scales, *value_scales;
+  int64_t kind, blocks;
+};
+
+// The precision of products: bf16 operands with fp32 or bf16 results.
+constexpr int FP32 = 0, BF16 = 1, BF16_ROUNDED = 2;
+
+namespace {
+
+constexpr int IN_ROPE = 10, IN_ATTENTION = 20;  // added to the codes of these functions
+
+struct Batch {
+  int64_t tokens;
+  const int64_t *positions, *slots;
+  const int32_t *query_start, *context_lens, *block_tables;
+  int64_t sequences, table_width;
+  const int64_t* wanted;  // the rows that the last layer computes after its attention
+  int64_t wanted_count;   // below 0: all
+};
+
+// Working memory; each is on a cache line. `residual` is the caller's at first.
+struct Working {
+  float *residual, *wanted_residual, *normed, *wanted_normed, *x, *qkv, *q, *attended;
+  int64_t* zeros;
+};
+
+void allocated(int code) {
+  if (code == OUT_OF_MEMORY) throw std::bad_alloc();
+}
+
+void multiply(const DenseMatrix& matrix, int precision, const float* x, int64_t rows, float* out) {
+  allocated(precision == FP32 ? tandem_linear(x, matrix.data, 1, matrix.bias, rows, matrix.rows, matrix.columns, out)
+                              : tandem_bf16_linear(x, matrix.data, 1, matrix.bias, precision == BF16_ROUNDED, rows, matrix.rows, matrix.columns, out));
+}
+
+void multiply_gated(const DenseLayer& layer, int precision, const float* x, int64_t rows, float* out) {
+  const DenseMatrix &gate_up = layer.gate_up, &down = layer.down;
+  const int activation = static_cast<int>(layer.activation);
+  allocated(precision == FP32 ? tandem_gated_mlp(x, gate_up.data, gate_up.bias, down.data, down.bias, rows, down.rows, down.columns, activation, out)
+                              : tandem_bf16_gated_mlp(x, gate_up.data, gate_up.bias, down.data, down.bias, precision == BF16_ROUNDED, rows, down.rows,
+                                                      down.columns, activation, out));
+}
+
+void pick_rows(const float* from, const int64_t* rows, int64_t count, int64_t width, float* to) {
+  for (int64_t i = 0; i < count; ++i) std::copy_n(from + rows[i] * width, width, to + i * width);
+}
+
+// What attention or MLP has computed, as it is added to the residual stream.
+void write_output(const DenseLayer& layer, const float* norm, float factor, int64_t rows, int64_t width, float* x) {
+  if (norm) tandem_rms_norm(x, nullptr, norm, rows, width, 1, layer.eps, layer.is_centred != 0, x, nullptr, nullptr);
+  if (factor == 1.0f) return;
+  const V by = set1(factor);
+  each_vector(rows * width, [&](int64_t i, int n) { put(x + i, mul(get(x + i, n), by), n); });
+}
+
+// Computes rows.x, which is still to be added to rows.residual. `is_first`: there is no rows.x before.
+int run_layer(const DenseLayer& layer, const DenseCache& cache, const Batch& batch, int precision, bool is_first, bool is_last, Working& rows) {
+  const int64_t hidden = layer.output.rows;
+  const int kind = static_cast<int>(cache.kind), is_centred = layer.is_centred != 0;
+  tandem_rms_norm(is_first ? rows.residual : rows.x, is_first ? nullptr : rows.residual, layer.input_norm, batch.tokens, hidden, 1, layer.eps, is_centred,
+                  rows.normed, rows.residual, nullptr);
+  multiply(layer.qkv, precision, rows.normed, batch.tokens, rows.qkv);
+  int code = tandem_rope_to_cache(rows.qkv, layer.positions > 1 ? batch.positions : rows.zeros, layer.cos_sin, batch.tokens, layer.positions, layer.heads,
+                                  layer.kv_heads, layer.head_size, layer.q_norm, layer.k_norm, layer.eps, rows.q, kind, cache.keys, cache.values,
+                                  cache.key_scales, cache.value_scales, cache.blocks, batch.slots);
+  if (code) return IN_ROPE + code;
+  code = tandem_paged_attention(rows.q, kind, cache.keys, cache.values, cache.key_scales, cache.value_scales, batch.tokens, cache.blocks, layer.heads,
+                                layer.kv_heads, layer.head_size, batch.query_start, batch.context_lens, batch.block_tables, batch.sequences,
+                                batch.table_width, layer.scale, layer.window, layer.cap, layer.sinks, rows.attended);
+  allocated(code);
+  if (code) return IN_ATTENTION + code;
+  int64_t count = batch.tokens;
+  if (is_last && batch.wanted_count >= 0) {
+    count = batch.wanted_count;
+    pick_rows(rows.attended, batch.wanted, count, layer.output.columns, rows.q);
+    pick_rows(rows.residual, batch.wanted, count, hidden, rows.wanted_residual);
+    if (layer.has_parallel_blocks) pick_rows(rows.normed, batch.wanted, count, hidden, rows.wanted_normed);
+    std::swap(rows.attended, rows.q);
+    std::swap(rows.residual, rows.wanted_residual);
+    std::swap(rows.normed, rows.wanted_normed);
+  }
+  multiply(layer.output, precision, rows.attended, count, rows.x);
+  write_output(layer, layer.attention_output_norm, layer.attention_output_factor, count, hidden, rows.x);
+  if (layer.has_parallel_blocks)
+    each_vector(count * hidden, [&](int64_t i, int n) { put(rows.residual + i, add(get(rows.x + i, n), get(rows.residual + i, n)), n); });
+  else
+    tandem_rms_norm(rows.x, rows.residual, layer.mlp_norm, count, hidden, 1, layer.eps, is_centred, rows.normed, rows.residual, nullptr);
+  multiply_gated(layer, precision, rows.normed, count, rows.x);
+  write_output(layer, layer.mlp_output_norm, layer.mlp_output_factor, count, hidden, rows.x);
+  return 0;
+}
+
+// The floats of one token's row in each part of `Working`, in whole cache lines.
+struct Widths {
+  int64_t hidden, qkv, attended;
+
+  Widths(const DenseLayer* layers, int64_t count) : hidden(lines(layers->output.rows)), qkv(0), attended(0) {
+    for (const DenseLayer* layer = layers; layer < layers + count; ++layer) {
+      qkv = std::max(qkv, lines(layer->qkv.rows));
+      attended = std::max(attended, lines(layer->output.columns));
+    }
+  }
+  int64_t all() const { return 4 * hidden + qkv + 2 * attended + LANES; }
+  static int64_t lines(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
+};
+
+}  // namespace
+
+extern "C" {
+
+// out = the norm of the residual stream behind `count` layers, of the wanted rows in their order, or of all with a count below 0. residual[tokens, hidden] is the stream before
+// them, and overwritten. Returns 0, 1 where a wanted row is none of the tokens or
+// there are more of them, or the code of tandem_rope_to_cache plus 10, or of tandem_paged_attention plus 20.
+int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCache* caches, int precision, int64_t tokens, const int64_t* positions,
+                        const int64_t* slots, const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
+                        int64_t table_width, const int64_t* wanted, int64_t wanted_count, const float* norm, float* residual, float* out) {
+  return or_out_of_memory([&] {
+    for (int64_t i = 0; i < wanted_count; ++i)
+      if (wanted_count > tokens || wanted[i] < 0 || wanted[i] >= tokens) return 1;
+    thread_local Scratch memory;
+    const Widths each(layers, count);
+    float* at = memory.floats(tokens * each.all());
+    const auto take = [&](int64_t width) { return std::exchange(at, at + tokens * width); };
+    Working rows = {residual};
+    for (float** own : {&rows.wanted_residual, &rows.normed, &rows.wanted_normed, &rows.x}) *own = take(each.hidden);
+    rows.qkv = take(each.qkv);
+    for (float** own : {&rows.q, &rows.attended}) *own = take(each.attended);
+    rows.zeros = reinterpret_cast<int64_t*>(at);
+    std::fill_n(rows.zeros, tokens, 0);
+    const Batch batch = {tokens, positions, slots, query_start, context_lens, block_tables, sequences, table_width, wanted, wanted_count};
+    for (int64_t i = 0; i < count; ++i)
+      if (const int code = run_layer(layers[i], caches[i], batch, precision, i == 0, i + 1 == count, rows)) return code;
+    const DenseLayer& last = layers[count - 1];
+    tandem_rms_norm(rows.x, rows.residual, norm, wanted_count >= 0 ? wanted_count : tokens, last.output.rows, 1, last.eps, last.is_centred != 0, out, rows.residual,
+                    nullptr);
+    return 0;
+  });
+}
+
+}  // extern "C"
+
+DIRECT(dense_layers);
