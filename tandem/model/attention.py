@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import CacheLayer, Kernels, KVLayer, PagedBatch
 from tandem.model.parallel.context_parallel import SharedContext, shared_attention
-from tandem.model.shared_prompts import SharedPrompts, gathered_runs_of
+from tandem.model.shared_prompts import SharedPrompts, gathered_rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def attend_packed(
     if isinstance(context, SharedContext):
         return shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap, layer.sinks)
     if context.prompts is not None:
-        k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
+        k, v = (gathered_rows_of(x, context.prompts) for x in (k, v))
         query_start = context.prompts.query_start
         return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap, layer.sinks)
     return kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap, sinks=layer.sinks)

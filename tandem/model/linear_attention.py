@@ -18,7 +18,7 @@ from tandem.model.linear_attention_weights import LinearAttentionWeights
 from tandem.model.lora import LoraLayer
 from tandem.model.parallel.collective_ops import exchanged
 from tandem.model.parallel.context_parallel import SharedContext
-from tandem.model.shared_prompts import gathered_runs_of
+from tandem.model.shared_prompts import gathered_rows_of
 
 if TYPE_CHECKING:
     from tandem.model.layer_pass import LayerBatch
@@ -55,7 +55,7 @@ def _over_sequences(kernels: Kernels, weights: LinearAttentionWeights, mixed: Te
     if prompts is None:
         return _recurrence(kernels, weights, _convolved(kernels, weights, mixed, context.cu_seqlens), decay, beta, context.cu_seqlens)
     # A shared prompt is computed with each of its sequences; of all but the first only what follows it is wanted.
-    mixed, decay, beta = (gathered_runs_of(each, prompts.runs) for each in (mixed, decay, beta))
+    mixed, decay, beta = (gathered_rows_of(each, prompts) for each in (mixed, decay, beta))
     out = _recurrence(kernels, weights, _convolved(kernels, weights, mixed, context.cu_seqlens), decay, beta, context.cu_seqlens)
     ends, own = context.cu_seqlens.tolist()[1:], prompts.query_start.tolist()
     return torch.cat([out[end - (last - first) : end] for end, (first, last) in zip(ends, itertools.pairwise(own), strict=True)])

@@ -5,41 +5,46 @@ keys and values of those rows. All of the model but the attention sees a flat ba
 the tokens before it (the invariance law of ``kernels.api``), so they have the bits of a batch in which every sequence has its own copy.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Run = tuple[int, int]
-"""Rows ``start:end`` of the flat batch."""
-
 
 class SharedPrompts(NamedTuple):
-    """``runs``: the rows that the sequences attend to, sequence after sequence. ``query_start[S + 1]`` int32: sequence s's own rows are
-    ``query_start[s]:query_start[s + 1]``, the last of those that it attends to."""
+    """``rows[K]`` int64: the rows of the flat batch that the sequences attend to, sequence after sequence. ``query_start[S + 1]`` int32: sequence s's own
+    rows are ``query_start[s]:query_start[s + 1]``, the last of those that it attends to. ``places``: entry n has the places in ``rows`` of the rows that
+    are there more than n times, where each is for the (n + 1)-th time, ascending by row (int64)."""
 
-    runs: tuple[Run, ...]
+    rows: Tensor
     query_start: Tensor
+    places: tuple[Tensor, ...]
 
 
-def gathered_runs_of(x: Tensor, runs: tuple[Run, ...]) -> Tensor:
-    """Returns the rows ``runs`` of ``x[T, ...]``, one run after the other."""
-    return _Gathered.apply(x, runs)  # type: ignore[no-any-return, no-untyped-call]
+def shared_prompts(rows: Tensor, query_start: Tensor) -> SharedPrompts:
+    """Returns the ``SharedPrompts`` of a batch each of whose rows is in ``rows``."""
+    order, counts = rows.argsort(stable=True), rows.bincount()
+    times = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return SharedPrompts(rows, query_start, tuple(order[times == n] for n in range(int(counts.max()))))
+
+
+def gathered_rows_of(x: Tensor, prompts: SharedPrompts) -> Tensor:
+    """Returns the rows of ``x[T, ...]`` that the sequences attend to: [K, ...]."""
+    return _Gathered.apply(x, prompts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):
-    """The gradients of a row that is in several runs are added in the order of the runs, on any device."""
+    """The gradients of a row that is in several sequences are added in the order of the sequences, on any device: no addition has a row twice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, runs: tuple[Run, ...]) -> Tensor:
-        ctx.runs, ctx.rows = runs, len(x)
-        return torch.cat([x[start:end] for start, end in runs])
+    def forward(ctx: Any, x: Tensor, prompts: SharedPrompts) -> Tensor:
+        ctx.prompts = prompts
+        return x.index_select(0, prompts.rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        total = grad.new_zeros(ctx.rows, *grad.shape[1:])
-        edges = itertools.accumulate((end - start for start, end in ctx.runs), initial=0)
-        for (start, end), (first, last) in zip(ctx.runs, itertools.pairwise(edges), strict=True):
-            total[start:end] += grad[first:last]
+        rows, _, (first, *others) = ctx.prompts
+        total = grad.index_select(0, first)
+        for places in others:
+            total.index_add_(0, rows.index_select(0, places), grad.index_select(0, places))
         return total, None

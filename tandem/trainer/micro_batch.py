@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.kernels.reference_dtype import compute_dtype
 from tandem.model.attention import PackedContext
-from tandem.model.shared_prompts import Run, SharedPrompts
+from tandem.model.shared_prompts import SharedPrompts, shared_prompts
 from tandem.types import RoutedExperts, TrainSequence
 
 Number = TypeVar("Number", int, float)
@@ -108,7 +108,7 @@ def collate(
     with_reference = all(s.reference_logprobs is not None for s in sequences)
     routings: list[Tensor] = []
     prompt_rows: dict[tuple[int, ...], int] = {}
-    query_start, runs = [0], list[Run]()
+    query_start, attended = [0], list[int]()
     if any(s.routed_experts is not None for s in sequences) and any(s.routed_experts is None for s in sequences):
         raise ValueError("some sequences of a micro-batch have a recorded routing and others have none")
     for number, sequence in enumerate(sequences):
@@ -124,7 +124,8 @@ def collate(
         positions += range(own, length)
         bounds.append(bounds[-1] + length)
         query_start.append(len(tokens))
-        runs += [(before, before + own)] * (own > 0) + [(start + own, start + length)]
+        attended += range(before, before + own)
+        attended += range(start + own, start + length)
         if isinstance(counted, range) and own == 0:
             rows += range(start, start + length)
         else:
@@ -171,7 +172,7 @@ def collate(
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
         margins=real([s.margin for s in sequences]),
         off_policy=whole(off_policy).bool() if any(s.off_policy for s in sequences) else None,
-        prompts=SharedPrompts(tuple(runs), on_device(torch.tensor(query_start, dtype=torch.int32), device)) if len(runs) > len(sequences) else None,
+        prompts=_prompts(attended, query_start, device) if len(attended) > len(tokens) else None,
         routed_experts=on_device(torch.cat(routings), device) if routings else None,
     )
 
@@ -180,6 +181,12 @@ def _routing(routed: RoutedExperts) -> Tensor:
     """Returns the ids of experts [tokens, layers, k] int16."""
     given = {1: torch.uint8, 2: torch.int16}[routed.item_bytes]
     return torch.frombuffer(bytearray(routed.data), dtype=given).to(torch.int16).view(-1, routed.layers, routed.experts_per_token)
+
+
+def _prompts(attended: list[int], query_start: list[int], device: torch.device | str) -> SharedPrompts:
+    """Returns the ``SharedPrompts`` of the rows ``attended``, on ``device``."""
+    made = shared_prompts(_tensor(array("q", attended), torch.int64), torch.tensor(query_start, dtype=torch.int32))
+    return SharedPrompts(on_device(made.rows, device), on_device(made.query_start, device), tuple(on_device(places, device) for places in made.places))
 
 
 def shared_part(sequence: TrainSequence) -> tuple[int, ...]:

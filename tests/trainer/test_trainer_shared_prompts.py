@@ -99,7 +99,8 @@ def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
     assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2]
     assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 15] and batch.max_seqlen == 5
     assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 9, 9]
-    assert batch.prompts.runs == ((0, 4), (0, 3), (4, 6), (6, 9), (0, 3), (9, 9))
+    assert batch.prompts.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert [places.tolist() for places in batch.prompts.places] == [[0, 1, 2, 3, 7, 8, 9, 10, 11], [4, 5, 6], [12, 13, 14]]
     assert batch.rows.tolist() == [2, 3, 2, 5, 7, 8, 2] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 14]
     assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.shared_prompts import SharedPrompts
+from tandem.model.shared_prompts import SharedPrompts, shared_prompts
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.micro_batch import MicroBatch, on_device
 from tandem.trainer.offload.tensor_file import bytes_view
@@ -38,7 +38,7 @@ def encode(micro_batch: MicroBatch) -> Tensor:
             tensors.append(value.detach().cpu().contiguous())
             return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
         if isinstance(value, SharedPrompts):
-            return {"prompts": [value.runs, plain(value.query_start)]}
+            return {"prompts": [plain(value.rows), plain(value.query_start)]}
         return value
 
     header = json.dumps({field.name: plain(getattr(micro_batch, field.name)) for field in fields(micro_batch)}).encode()
@@ -63,8 +63,7 @@ def decode(content: Tensor, device: torch.device) -> MicroBatch:
             at += size
             return on_device(tensor, device)
         if isinstance(plain, dict):
-            runs, query_start = plain["prompts"]
-            return SharedPrompts(tuple(tuple(run) for run in runs), value_of(query_start))
+            return shared_prompts(*map(value_of, plain["prompts"]))
         return tuple(plain) if isinstance(plain, list) else plain
 
     return MicroBatch(**{name: value_of(plain) for name, plain in json.loads(data[8 : 8 + length]).items()})
