@@ -40,13 +40,16 @@ def check_draft_steps(section: str, value: int) -> None:
 
 
 def check_predictor_of(recipe: "Recipe") -> None:
-    """Raises ``UserError`` where the engine drafts by multi-token prediction and the run creates its model, which has no layer of it."""
+    """Raises ``UserError`` where the engine drafts by multi-token prediction and the run makes the model that it begins with, which has no layer of it."""
     speculative = recipe.rollout.engine.speculative_config
-    if speculative is not None and speculative.method == "mtp" and recipe.model.create is not None:
-        raise UserError(
-            "'rollout.engine.speculative_config.method' is 'mtp' and section 'model.create' makes a model with no layer of multi-token prediction; choose "
-            "method 'ngram', 'suffix' or 'draft', or name a model that has one in model.path"
-        )
+    if speculative is None or speculative.method != "mtp":
+        return
+    for section, given, fix in (("model.create", recipe.model.create, "name a model that has one in model.path"), ("sft", recipe.sft, "remove the section")):
+        if given is not None:
+            raise UserError(
+                f"'rollout.engine.speculative_config.method' is 'mtp' and section '{section}' makes a model with no layer of multi-token prediction; choose "
+                f"method 'ngram', 'suffix' or 'draft', or {fix}"
+            )
 
 
 def check_trained_draft(recipe: "Recipe") -> None:

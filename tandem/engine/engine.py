@@ -34,6 +34,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.model.weight_digests import weight_digests
+from tandem.runtime.machine.heap import give_back
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
@@ -336,6 +337,7 @@ class Engine:
         self._core.sleep(frees_weights=level > 1)
         if level > 1:
             self._published.shared = None
+        give_back()
 
     def wake_up(self) -> None:
         """Allocates the memory of the KV cache again after ``sleep``."""

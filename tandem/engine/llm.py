@@ -43,7 +43,7 @@ from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.model.model_source import find_model, hold_model
 from tandem.model.multi_token import load_predictor
-from tandem.runtime.machine.heap import freed_memory_kept
+from tandem.runtime.machine.heap import freed_memory_kept, give_back
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
@@ -176,6 +176,7 @@ class LLM:
                 self._traces.close()
         self._engine = None
         self._held.release()
+        give_back()
 
     if not TYPE_CHECKING:
         # A type checker that saw it would accept every name.

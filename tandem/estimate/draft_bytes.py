@@ -14,12 +14,13 @@ from tandem.layout.shapes import ModelShapes
 
 
 class DraftBytes(NamedTuple):
-    """``held`` by each rank in every phase: weights, gradients, moments, the staged copy of a checkpoint, and torch's compiler; ``working``: what its update
-    needs besides; ``published``: its share of a weight buffer."""
+    """``held`` by each rank in every phase: weights, gradients, moments, and on CPUs the staged copy of a checkpoint and torch's compiler; ``working``: what
+    its update needs besides; ``published``: its share of a weight buffer; ``staged``: beside GPUs, that copy of all ranks in the host's memory."""
 
     held: int = 0
     working: int = 0
     published: int = 0
+    staged: int = 0
 
 
 def draft_bytes(
@@ -33,7 +34,7 @@ def draft_bytes(
     layout = replace(layout_of_trainer(own, parallel, tokens, on_cpu=on_cpu), sequence=sequence)
     weights, update = weight_bytes(draft.head.trained, own.dtype), update_bytes(policy, *draft, layout)
     compiler = COMPILER_BYTES if on_cpu and trainer.recompute != "full" else 0
-    held = 2 * weights + optimizer_bytes(draft.head.trained, own.optimizer, own.dtype) + checkpoint_bytes(draft.head.trained, own)
+    held, staged = 2 * weights + optimizer_bytes(draft.head.trained, own.optimizer, own.dtype), checkpoint_bytes(draft.head.trained, own)
     # Products of 16 bits read rounded weights.
     rounded = 0 if on_cpu or own.precision == "fp32" else weights // 2
-    return DraftBytes(held + compiler, round(update.saved + update.working) + rounded, weights)
+    return DraftBytes(held + (staged + compiler if on_cpu else 0), round(update.saved + update.working) + rounded, weights, 0 if on_cpu else staged)

@@ -86,7 +86,7 @@ def predict(
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
     engine_processes: EngineProcesses = FORKED_ENGINE, ranks: int = 0, shares_weights: bool = False,
-    experts_in_mxfp4: bool = False, engine_bytes: int = 0,
+    experts_in_mxfp4: bool = False, engine_bytes: int = 0, draft_weights: int = 0,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
@@ -97,7 +97,8 @@ def predict(
     ``kv_cache_tokens`` and ``engine_processes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
     each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update.
     ``experts_in_mxfp4``: engines keep the experts in 4 bits, as their folder has them, beside an adapter; nothing replaces them. ``engine_bytes``: what an
-    engine has besides while it generates: states of linear attention, and its draft."""
+    engine has besides while it generates: states of linear attention, and its draft's cache. ``draft_weights``: of its draft, which it keeps while it
+    sleeps."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
@@ -105,9 +106,10 @@ def predict(
     # Under ZeRO 3 the ranks' parts are not whole panels of matrices, so that engines that share the buffers pack weights of their own.
     copies = 0 if shares_weights and parallel.zero < 3 else 2
     own = mxfp4_engine_bytes(shapes, trainer.dtype) + mxfp4_load_bytes(shapes, trainer.dtype) if experts_in_mxfp4 else copies * weights
-    engine = engines * (engine_processes.total(engine_ranks) + own + kv_cache_bytes + swap_bytes + engine_bytes)
+    engine = engines * (engine_processes.total(engine_ranks) + own + kv_cache_bytes + swap_bytes + engine_bytes + draft_weights)
     # The embedding table and the norms of an engine that sleeps.
-    asleep = engines * (engine_processes.total(engine_ranks) + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
+    kept = sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + draft_weights
+    asleep = engines * (engine_processes.total(engine_ranks) + kept + swap_bytes)
 
     trained = [each for each in (shapes, critic) if each is not None]
     staged = sum(staging_bytes(each, trainer, parallel) for each in trained) + (weights // world if follows and trainer.offload != "nvme" else 0)
@@ -137,7 +139,7 @@ def predict(
         segments=2 * pods * trained_bytes(shapes, trainer.dtype),
         inference=ranks * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
-        beside=processes_beside(trainer, ranks, pods, engines if engine_processes is FORKED_ENGINE else 0),
+        beside=processes_beside(trainer, ranks, pods, engines if engine_processes is FORKED_ENGINE and world == 1 else 0),
         engines_share=engines * engine_processes.shared,
         engines_begin=engines * weights if shares_weights and not copies else 0,
     )
@@ -145,7 +147,8 @@ def predict(
 
 def processes_beside(trainer: TrainerConfig, ranks: int, pods: int = 1, engines: int = 0) -> int:
     """Returns the bytes of a run's processes that compute nothing: its controller, and in each pod the shims of both sidecars with their fork servers; less
-    what ``ranks`` of the trainer share with their server. ``engines``: of Tandem's own, of which a single one may have the server of the trainer."""
+    what ``ranks`` of the trainer share with their server. ``engines``: of Tandem's own beside a trainer of one rank, of which a
+    single one may have its server."""
     servers = pods * (1 + forks(trainer)) - share_fork_server(trainer, ranks, engines, pods)
     return CONTROLLER_BYTES + 2 * pods * SHIM_BYTES + servers * FORK_SERVER_BYTES - (ranks * SHARED_BYTES if forks(trainer) else 0)
 
@@ -172,7 +175,7 @@ def predict_beside_gpus(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=training if reference or critic or reward_model else 0,
         engine_idle=0 if residency.rule.engine == "ends" else engine,
-        beside=processes_beside(trainer, ranks or parallel.world, engines=engines),
+        beside=processes_beside(trainer, ranks or parallel.world, engines=engines if parallel.world == 1 else 0),
         engines_share=engines * FORKED_ENGINE.shared,
     )
 

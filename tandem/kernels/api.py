@@ -9,6 +9,7 @@ sequence, never on the number of other rows, on chunking, on the block table or 
 thread count, since torch may split products differently at another).
 """
 
+import contextlib
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -328,15 +329,16 @@ def gate_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tens
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched: the system provides new pages
-    as zeros. A pool that is never full never uses its full size."""
+    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched, of 2 MiB where the system has huge
+    ones: it provides new pages as zeros. A pool that is never full never uses its full size."""
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A step reads and writes a few lines in each of many pages, and with small ones spends as long in page walks as in attention.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -429,7 +429,10 @@ class Decoder(nn.Module):
             for linear in layer.linears():
                 assert linear.weight is not None
                 if not layer.is_by_head(linear):
-                    linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
+                    packed = pack_weight(self.kernels, linear.weight, self.quantization)
+                    # Offloading moves whole storages: without the room before a large page.
+                    is_view = packed.data.untyped_storage().nbytes() > packed.data.nbytes
+                    linear.frozen = packed._replace(data=packed.data.clone()) if is_view else packed
             for linear in layer.linears():
                 kept = linear.weight if layer.is_by_head(linear) else None
                 linear.weight = None if kept is None else nn.Parameter(kept.detach().clone(), requires_grad=False)

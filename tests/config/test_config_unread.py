@@ -124,3 +124,5 @@ def test_a_section_that_is_not_read_is_named_and_a_created_model_has_no_layer_th
         load(tmp_path, RL, {"rollout.backend": "vllm", "rollout.engine.speculative_config": "{method: ngram}"})
     with pytest.raises(UserError, match=r"speculative_config.method' is 'mtp' and section 'model.create' makes a model with no layer of multi-token"):
         load_config("sort", ["--rollout.engine.speculative_config={method: mtp}"])
+    with pytest.raises(UserError, match=r"'mtp' and section 'sft' makes a model with no layer of multi-token"):
+        load(tmp_path, RL, {"rollout.engine.speculative_config": "{method: mtp}", "sft.steps": "30"})

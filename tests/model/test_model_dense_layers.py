@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels import Kernels, select
+from tandem.kernels import Kernels, PagedBatch, empty_cache, select
 from tandem.kernels.mixed import in_precision
 from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.rotary import NO_SCALING, Rotary
 from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.model import decoder as decoder_module
+from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 
@@ -120,3 +121,19 @@ def test_new_weights_are_computed_with_from_the_next_step_on(paged_logits: Calla
     expected = run(twin)
     decoder.exchange_weights(twin)
     assert torch.equal(run(decoder), expected) and torch.equal(run(twin), before) and not torch.equal(before, expected)
+
+
+def test_a_cache_whose_scales_alone_are_elsewhere_is_another_cache(cpu_kernels: Kernels) -> None:
+    """As after a sleep: the memory of keys and values may be where it was, and that of their scales not."""
+    decoder = packed(QWEN3, cpu_kernels)
+    caches = empty_cache((3, QWEN3.num_key_value_heads, QWEN3.head_dim), QWEN3.num_hidden_layers, torch.int8, torch.device("cpu"))
+    moved = [cache._replace(key_scales=cache.key_scales.clone(), value_scales=cache.value_scales.clone()) for cache in caches]
+    positions = torch.arange(20)
+    batch = PagedBatch(torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32),
+                       torch.tensor([*range(16), *range(32, 36)]))  # fmt: skip
+    first = decoder(positions, positions, PagedContext(batch, caches, None))
+    for cache in caches:
+        cache.key_scales.fill_(torch.nan)
+        cache.value_scales.fill_(torch.nan)
+    assert torch.equal(decoder(positions, positions, PagedContext(batch, moved, None)), first)
+    assert all(cache.key_scales.isnan().all() for cache in caches), "what is no longer the cache is not written to"

@@ -55,7 +55,9 @@ class Run:
 
 @pytest.fixture
 def run(make_model: Callable[..., Decoder], tmp_path: Path) -> Run:
-    return Run(make_model, tmp_path, tmp_path / "nvme")
+    begun = Run(make_model, tmp_path, tmp_path / "nvme")
+    assert [each.trouble for each in begun.checkpoints.take_written() if each.trouble] == []
+    return begun
 
 
 def test_of_disks_on_several_nodes_each_serves_its_own_and_is_passed_over_where_it_is_lost(run: Run) -> None:

@@ -13,7 +13,7 @@ from tandem.model.huggingface.hub import INDEX, WEIGHTS
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.multi_token_config import check_predictor, layer_shapes
 from tandem.model.huggingface.tensor_names import tensor_names
-from tandem.model.model_source import commit_of, find_model
+from tandem.model.model_source import commit_of, found_model
 from tandem.types import UserError
 from tandem.types.dtypes import DTYPE_BYTES
 
@@ -47,7 +47,7 @@ def draft_size(speculative: SpeculativeConfig | None, folder: Path, shapes: Mode
     each = DTYPE_BYTES[dtype]
     if speculative is None or speculative.method in ("ngram", "suffix"):
         return DraftSize()
-    source = find_model(str(speculative.model)) if speculative.model is not None else folder
+    source = found_model(str(speculative.model)) if speculative.model is not None else folder
     head = check_head(speculative, folder, shapes, source)
     if speculative.method == "mtp":
         layer = layer_shapes(shapes, not has_ranks)

@@ -232,7 +232,7 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
 
 def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes) -> None:
     """Raises ``UserError`` where the engine's ranks do not divide the model of ``shapes`` in ``folder``, or its draft model or head is missing or belongs to
-    another one, or where it has an option that layers with linear attention do not support."""
+    another one."""
     try:
         ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
     except ValueError as error:

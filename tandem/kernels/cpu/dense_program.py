@@ -77,7 +77,7 @@ class CpuDenseProgram:
     def _use(self, caches: Sequence[KVLayer]) -> None:
         """Describes ``caches`` where they are others than in the last call."""
         first = caches[0].keys
-        known = first.dtype, len(first), [cache.keys.data_ptr() for cache in caches], [cache.values.data_ptr() for cache in caches]
+        known = first.dtype, len(first), [x.data_ptr() for cache in caches for x in cache if x is not None]
         if known == self._known:
             return
         for described, cache, (_, kv_heads, size) in zip(self._caches, caches, self._heads, strict=False):

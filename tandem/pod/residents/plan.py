@@ -69,7 +69,7 @@ class Candidate:
         with a cache of ``cache_tokens``."""
         assert self.gpu_parts is not None
         parts = with_draft(self.gpu_parts, head, engine_parts(draft, cache_tokens))
-        return replace(self, host=_beside(self.host, DraftBytes(published=head.published), buffers=2 * pods), gpu=parts.memory, gpu_parts=parts)
+        return replace(self, host=_beside(self.host, DraftBytes(head.staged, published=head.published), buffers=2 * pods), gpu=parts.memory, gpu_parts=parts)
 
     def lacks(self, budget: Budget) -> str:
         """Returns what does not fit in ``budget``; empty if all of it fits."""
@@ -201,7 +201,7 @@ def plan(
     # Rows of states that no sequence has had take no memory.
     states = running_state_bytes(shapes, replace(engine, max_num_seqs=running_sequences(rollout, algorithm))) if rollout.backend == "tandem" else 0
     of_draft = draft_bytes(shapes, draft, trainer, parallel, tokens, max_length, on_cpu=not on_gpu)
-    gpus = max(ranks or parallel.world, rollout.engine_ranks)
+    gpus, drafts = max(ranks or parallel.world, rollout.engine_ranks), engine_parts(engine_draft, cache_tokens)
 
     def needs(residency: Residency) -> Candidate:
         if not on_gpu:
@@ -212,7 +212,7 @@ def plan(
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
                 experts_in_mxfp4=experts_in_mxfp4,
-                engine_bytes=sum(engine_parts(engine_draft, cache_tokens).values()) + states,
+                engine_bytes=drafts.get("draft_cache", 0) + states, draft_weights=drafts.get("draft_weights", 0),
             )  # fmt: skip
             return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world, buffers=2 * pods), kept=kept), None, disk)
         on_gpus = gpu_candidate(
