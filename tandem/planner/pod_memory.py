@@ -103,6 +103,7 @@ def _phases(recipe: Recipe, actor: ModelShapes, empty: PodMemoryPlan) -> PodMemo
         """Returns the phases of ``ranks`` and their engines. The run's files are in one place."""
         assert candidate.gpu_parts is not None
         pinned = pinned_parts(shapes, trainer, parallel, candidate.residency, **models, ranks=ranks)
+        pinned["checkpoint_copy"] += head.staged
         divided = replace(parallel, ranks_per_node=ranks)
         offloaded = sum(offloaded_bytes(each, trainer, micro_batch.tokens, divided) for each in trained)
         disk = {"checkpoints_and_models": files, "moved_residents": candidate.disk, "offloaded": offloaded}

@@ -165,8 +165,9 @@ def test_a_draft_head_is_in_the_phases_of_the_pod_with_the_bytes_of_its_tensors(
     tokens = next(each for each in without.phases if each.phase == "rollout").device["kv_cache"] // kv_bytes_per_token(shapes, "float32")
     for own, other in zip(with_head.phases, without.phases, strict=True):
         more = {name: size - other.device.get(name, 0) for name, size in own.device.items() if size != other.device.get(name, 0)}
-        # Weights, gradients, two moments, and the copy of weights and moments that a checkpoint is written from.
-        assert more.pop("draft_head") == 7 * weights and (more.pop("draft_activations", 0) > 0) == (own.phase == "train")
+        # Weights, gradients and two moments; on the host the copy of weights and moments that a checkpoint is written from.
+        assert own.host["checkpoint_copy"] - other.host["checkpoint_copy"] == 3 * weights
+        assert more.pop("draft_head") == 4 * weights and (more.pop("draft_activations", 0) > 0) == (own.phase == "train")
         if "kv_cache" in own.device:
             assert more.pop("draft_weights") == weights and more.pop("draft_cache") == tokens * cached
         assert not more and own.host["weight_buffers"] - other.host["weight_buffers"] == 2 * weights
