@@ -71,10 +71,10 @@ def packed(shapes: ModelShapes, kernels: Any) -> Decoder:
 
 
 def steps() -> list[list[tuple[int, int]]]:
-    """Whole prompts, parts of them and single tokens, in the same steps."""
+    """Whole prompts, parts of them and single tokens, in the same steps; in the first, enough for threads that compute some sequences each."""
     draw = random.Random(3)
     mixed = [[(s, draw.choice((1, 1, 1, 3, 16))) for s in draw.sample(range(len(LENGTHS)), 3)] for _ in range(10)]
-    return [*mixed, [(s, 1000) for s in range(len(LENGTHS))]]
+    return [[(s, 12) for s in range(len(LENGTHS))], *mixed, [(s, 1000) for s in range(len(LENGTHS))]]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -137,3 +137,19 @@ def test_a_cache_whose_scales_alone_are_elsewhere_is_another_cache(cpu_kernels: 
         cache.value_scales.fill_(torch.nan)
     assert torch.equal(decoder(positions, positions, PagedContext(batch, moved, None)), first)
     assert all(cache.key_scales.isnan().all() for cache in caches), "what is no longer the cache is not written to"
+
+
+def test_a_sequence_that_reads_what_one_beside_it_writes_in_the_same_step_waits_for_it(cpu_kernels: Kernels) -> None:
+    """Two prompts that begin alike: the second has the first block of the first in its table, is computed in the same step, and is shorter."""
+    tokens = torch.cat((torch.arange(66), torch.arange(60), torch.arange(16, 36)))
+    positions, i32 = torch.cat((torch.arange(126), torch.arange(16, 36))), torch.int32
+    slots = torch.cat((torch.arange(126), torch.arange(128, 148)))
+    tables = torch.tensor([range(8), (0, 8, 9, *[-1] * 5)], dtype=i32)
+    batch = PagedBatch(torch.tensor([0, 126, 146], dtype=i32), torch.tensor([126, 36], dtype=i32), tables, slots)
+    computed = []
+    for threads, kernels in ((1, OneByOne(cpu_kernels)), (2, cpu_kernels)):
+        torch.set_num_threads(threads)
+        caches = empty_cache((10, QWEN3.num_key_value_heads, QWEN3.head_dim), QWEN3.num_hidden_layers, torch.float32, torch.device("cpu"))
+        computed.append(packed(QWEN3, kernels)(tokens, positions, PagedContext(batch, caches, None)))
+    assert torch.equal(*computed)
+    assert torch.equal(computed[1][16:36], computed[1][126:]), "the same tokens behind the same ones"
