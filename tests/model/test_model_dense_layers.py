@@ -96,6 +96,19 @@ def test_all_layers_in_one_call_have_the_bits_of_the_kernels_one_by_one(
     assert logits.nan_to_num().std() > 0.1, "logits that are all alike would say nothing"
 
 
+def test_a_step_of_many_tokens_has_the_bits_of_the_kernels_one_by_one(
+    cpu_kernels: Kernels, paged_logits: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [torch.randint(0, 67, (length,), generator=torch.Generator().manual_seed(length)) for length in (159, 160, 81, 40)]
+    whole = [[(s, 1000) for s in range(4)]]
+    expected = torch.cat(paged_logits(packed(QWEN3, OneByOne(cpu_kernels)), sequences, whole))
+    monkeypatch.setattr(decoder_module, "run_layer", None)
+    program = packed(QWEN3, cpu_kernels)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(torch.cat(paged_logits(program, sequences, whole)), expected)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_that_the_program_cannot_say_are_computed_one_by_one(
     name: str, paged_logits: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,8 @@ from tandem.kernels.dense_layers import DenseLayer, DenseProduct
 
 FP32, BF16, BF16_ROUNDED = range(3)
 """The precision of products, as in dense_layers.cpp."""
-_MOST_TOKENS = 256
+_FEWEST_TOKENS, _WORKING_BYTES = 256, 16 << 20
+"""Working memory stays with its thread: of steps of more tokens than these it has at most so much."""
 _IN_ROPE, _IN_ATTENTION = 10, 20
 
 
@@ -37,11 +38,10 @@ class _Cache(Structure):
 class CpuDenseProgram:
     """See ``DenseProgram``. ``precision``: of the products."""
 
-    most_tokens = _MOST_TOKENS
-
     def __init__(self, library: Library, layers: Sequence[DenseLayer], norm: Tensor, precision: int) -> None:
         self._call = library.dense_layers
         self._precision = precision
+        self.most_tokens = max(_FEWEST_TOKENS, _WORKING_BYTES // _row_bytes(layers))
         self._tensors = layers, norm  # what is read by address
         self._layers = (_Layer * len(layers))(*map(_described, layers))
         self._caches = (_Cache * len(layers))()
@@ -85,6 +85,12 @@ class CpuDenseProgram:
             described.keys, described.values, described.key_scales, described.value_scales = addresses
             described.kind, described.blocks = kind, len(cache.keys)
         self._known = known
+
+
+def _row_bytes(layers: Sequence[DenseLayer]) -> int:
+    """Returns the working memory that a token takes, as ``Widths`` of dense_layers.cpp but for its rounding."""
+    widest = max(layer.qkv.weight.rows for layer in layers) + 2 * max(layer.output.weight.columns for layer in layers)
+    return 4 * (4 * layers[0].output.weight.rows + widest)
 
 
 def is_computable(layers: Sequence[DenseLayer], norm: Tensor) -> bool:
