@@ -23,6 +23,7 @@ import yaml
 
 from tandem import __version__
 from tandem.config.health import HealthConfig
+from tandem.config.recipe import load_config
 from tandem.config.yaml_text import parse_yaml
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
@@ -210,6 +211,7 @@ class JoiningShim:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
         self.is_of_data = bool(target)
         roles: tuple[Role, ...] = ("trainer",) if target else ("rollout", "trainer")
+        may_train = bool(target) or load_config(self.folder / "config.yaml").pods.trainer_count > 1
         for role in roles:
             options = argparse.Namespace(
                 role=role, run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
@@ -217,7 +219,8 @@ class JoiningShim:
                 tls=self.options.tls, target=target,
             )  # fmt: skip
             self.shims[role] = Shim(options)
-            self.shims[role].prepare()
+            if role == "rollout" or may_train:
+                self.shims[role].prepare()
         if meta.get("keeps_checkpoints"):
             self._keep_checkpoints()
         self._say(f"{'is ready to train' if target else 'draws samples'} as pod {meta['number']}")

@@ -69,8 +69,8 @@ class Life:
     def call(self, name: str, token: list[int], **meta: Any) -> dict[str, Any]:
         return self.shim.methods()[name]({**meta, "token": token}, {}, lambda _: None)[0]
 
-    def set_up(self, token: list[int]) -> None:
-        self.call("setup", token, config=RECIPE.read_text(), number=1, deadline_s=60.0)
+    def set_up(self, token: list[int], more: str = "") -> None:
+        self.call("setup", token, config=RECIPE.read_text() + more, number=1, deadline_s=60.0)
 
 
 @pytest.fixture
@@ -102,6 +102,14 @@ def test_a_life_answers_the_controller_that_set_it_up_and_no_other(life: Life) -
     with pytest.raises(PeerDied, match=r"was fenced: a call has token \[6, \d+\], and this life \[7"):
         life.call("memory", life.token(6))
     assert life.ends == []
+
+
+@pytest.mark.parametrize(
+    ("more", "prepared"), [("", ["rollout"]), ("\npods: {count: 2, trainer_count: 2}\nparallel: {data: 2}\n", ["rollout", "trainer"])], ids=["alone", "two"]
+)
+def test_a_life_prepares_ranks_of_the_trainer_only_where_several_pods_train(more: str, prepared: list[str], life: Life, tmp_path: Path) -> None:
+    life.set_up(life.token(), more)
+    assert sorted(file.name.partition("_")[0] for file in (tmp_path / "logs").glob("*-forks.out")) == prepared
 
 
 def test_a_life_tells_its_controller_alone_where_its_processes_are(life: Life, tmp_path: Path) -> None:
