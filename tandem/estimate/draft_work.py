@@ -16,16 +16,16 @@ normalised, each read and written, and arranged for the product; backward as oft
 
 def draft_passes(target: ModelShapes, steps: int) -> float:
     """Returns the forward passes of ``target`` that an update of a head of its sizes for ``steps`` positions is worth by its products: the target's own pass,
-    and at each position a layer, forward and backward, the target's logits, and the head's, which are computed again for the backward pass."""
+    and at each position a layer, forward and backward, and the head's logits, which are computed again for the backward pass."""
     head = target.vocab_size * target.hidden_size
     whole = parameter_count(target) - (0 if target.tie_word_embeddings else head)
     layer = (whole - head) / target.num_hidden_layers
-    return 1.0 + (steps * (FORWARD_PASSES * layer + (2 + FORWARD_PASSES) * head) - head) / whole
+    return 1.0 + steps * (FORWARD_PASSES * layer + (1 + FORWARD_PASSES) * head) / whole
 
 
 def draft_work(target: ModelShapes, draft: DraftTraining, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int) -> Work:
-    """Returns the work of one step on ``tokens`` tokens, all of which are learned, in sequences of ``sequence_tokens``: the target's forward pass; at each
-    position of a draft the target's distribution, the head's layer forward and backward, and its logits twice; and an update of the head."""
+    """Returns the work of one step on ``tokens`` tokens, all of which are learned, in sequences of ``sequence_tokens``: the target's forward pass and its
+    distribution; at each position of a draft the head's layer forward and backward, and its logits twice; and an update of the head."""
     (head, steps), rows = draft, max(1, min(micro_batch_tokens, round(tokens)))
     frozen = training_work(target, dtype, tokens, sequence_tokens, micro_batch_tokens, 1, 0)
     layer, hidden, times = head.layer, head.layer.hidden_size, tokens / rows
@@ -34,7 +34,6 @@ def draft_work(target: ModelShapes, draft: DraftTraining, dtype: str, tokens: fl
     def add(product: Product, count: float) -> None:
         products[product] = products.get(product, 0.0) + count * times
 
-    add(Product(rows, target.vocab_size, target.hidden_size), steps - 1)
     add(Product(rows, hidden, AUX_LAYERS * target.hidden_size, trains=True), 1)
     for outputs, inputs in (
         (layer.qkv_size, 2 * hidden), (hidden, layer.query_size), (2 * layer.intermediate_size, hidden), (hidden, layer.intermediate_size),
@@ -45,7 +44,8 @@ def draft_work(target: ModelShapes, draft: DraftTraining, dtype: str, tokens: fl
     each = DTYPE_BYTES[dtype]
     scores = tokens * sequence_tokens * layer.num_attention_heads
     moved = frozen.moved_bytes + 7.0 * each * parameter_count(head.trained)
-    moved += steps * (FORWARD_PASSES * tokens * elementwise_bytes(layer, each) + 4.0 * tokens * (2 * target.vocab_size + 10 * head.draft_vocab_size))
+    moved += steps * (FORWARD_PASSES * tokens * elementwise_bytes(layer, each) + 4.0 * tokens * 12 * head.draft_vocab_size)
+    moved += 4.0 * tokens * 2 * target.vocab_size
     moved += 4.0 * SCORE_PASSES * (steps - 1) * scores
     # A causal half at the first position, in one kernel; whole products later.
     attention = FORWARD_PASSES * layer.query_size * 4 * tokens * sequence_tokens * (0.5 + (steps - 1))

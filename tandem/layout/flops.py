@@ -43,9 +43,8 @@ def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = 
 
 def draft_step_flops(target: ModelShapes, head: Eagle3Shapes, steps: int, lengths: Sequence[int]) -> int:
     """Returns the operations of training ``head`` for ``steps`` positions of a draft beside ``target``, on sequences as in ``step_flops``: the target's forward
-    pass with its logits again at every further position; once what the head reads of the target's states, and at each position its layer and its logits,
-    forward and backward."""
+    pass; once what the head reads of the target's states, and at each position its layer and its logits, forward and backward."""
     matrices = {parameter.name: parameter.numel for parameter in eagle3_parameters(head) if len(parameter.shape) == 2 and parameter.name != EMBEDDING}
     read, attended = matrices.pop(FROM_TARGET), head.layer.query_size + head.layer.attended_size
-    frozen = step_flops(target, lengths, absorbed=True) // 3 + 2 * (steps - 1) * sum(lengths) * target.head_rows * target.hidden_size
+    frozen = step_flops(target, lengths, absorbed=True) // 3
     return frozen + sum(6 * length * (read + steps * (sum(matrices.values()) + attended * length)) for length in lengths)

@@ -74,7 +74,8 @@ class DraftDecoder(Decoder):
         aux = AuxHiddenStates(head.shapes.aux_layers)
         with torch.no_grad():
             hidden = target(tokens, positions, context, aux=aux)
-        counted = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device).index_fill(0, rows, True)
+        labels, best, known = self._labels(hidden, rows)
+        places = torch.full((len(tokens),), -1, device=tokens.device).index_copy(0, rows, torch.arange(len(rows), device=tokens.device))
         lengths = [after - before for before, after in itertools.pairwise(context.cu_seqlens.tolist())]
         ends = torch.cat([torch.full((length,), end, device=tokens.device) for length, end in zip(lengths, context.cu_seqlens[1:].tolist(), strict=True)])
         state, attention = head.combined(aux.states), _TestTimeAttention(head, context)
@@ -84,10 +85,10 @@ class DraftDecoder(Decoder):
             label = own + step + 1
             following, is_there = label.minimum(ends - 1), label < ends
             x, state = head.run(tokens[following], (positions + step).clamp_max(last), state, attention)
-            chosen = (is_there & counted[following]).nonzero().squeeze(1)
-            distribution, best, known = self._labels(hidden, following[chosen])
-            values, agrees = checkpoint(self._compared, x.index_select(0, chosen), distribution, best, use_reentrant=False)
-            made.append(DraftStep(values, agrees, torch.ones_like(values), known))
+            chosen = (is_there & (places[following] >= 0)).nonzero().squeeze(1)
+            place = places[following[chosen]]
+            values, agrees = checkpoint(self._compared, x.index_select(0, chosen), labels, best, place, use_reentrant=False)
+            made.append(DraftStep(values, agrees, torch.ones_like(values), known[place]))
         return HeadOutputs(of_draft=tuple(made))
 
     @torch.no_grad()
@@ -104,10 +105,11 @@ class DraftDecoder(Decoder):
         distribution, best = (torch.cat(part) for part in zip(*parts, strict=True))
         return distribution, best, torch.isin(best, ids).float()
 
-    def _compared(self, x: Tensor, distribution: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, x: Tensor, distribution: Tensor, best: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the cross-entropies and agreements [N] of the head's logits of ``x[N, H]`` with the rows ``place[N]`` of ``_labels``."""
         logits = self.head.logits(x).float()
-        agrees = (self.head.target_ids[logits.detach().argmax(1)] == best).float()
-        return -(distribution * logits.log_softmax(1)).sum(1), agrees
+        agrees = (self.head.target_ids[logits.detach().argmax(1)] == best[place]).float()
+        return -(distribution[place] * logits.log_softmax(1)).sum(1), agrees
 
 
 class _TestTimeAttention:

@@ -1,7 +1,7 @@
 """The bytes of the process that trains a draft head beside a frozen model (``model.draft_decoder``). Imports no torch.
 
 The target has weights alone; its forward pass keeps nothing. The head has gradients and moments. Its one layer is run once for each position of a draft, and
-the backward pass begins when all of them have run: what each saved is there at once, and so are the target's distributions, which the loss compares with.
+the backward pass begins when all of them have run: what each saved is there at once, and so is the target's distribution, which the loss compares with.
 """
 
 from typing import NamedTuple
@@ -26,11 +26,9 @@ from tandem.layout.shapes import ModelShapes
 
 KEPT_SHARE = 0.2
 """As ``own_trainer.KEPT_SHARE``, measured with four models of 1M to 17M parameters: tensors of many sizes come and go."""
-LOGIT_COPIES = 3
-"""Tensors as large as the logits of one position of a draft while they are compared: in the forward pass logits, their logarithms of the softmax and the
-product with the distribution; in the backward pass the logarithms, their gradient and that of the logits."""
-LABEL_COPIES = 2
-"""The same of the target's distribution while its parts are put together."""
+LOGIT_COPIES = 4
+"""Tensors as large as the logits of one position of a draft while they are compared: the distribution in the order of that position and, in the forward pass,
+logits, their logarithms of the softmax and the product with the distribution; in the backward pass the logarithms, their gradient and that of the logits."""
 
 
 class UpdateBytes(NamedTuple):
@@ -45,11 +43,11 @@ def update_bytes(target: ModelShapes, head: Eagle3Shapes, steps: int, layout: Tr
     sequences of ``layout.sequence``, all of which are learned."""
     each, tokens = element_bytes(layout), layout.pass_tokens
     states = each * target.hidden_size * tokens
-    saved = tokens * steps * (_of_position(head, layout) + 4 * head.draft_vocab_size)
+    saved = tokens * (steps * _of_position(head, layout) + 4 * head.draft_vocab_size)
     saved += tokens * (steps - 1) * later_attention_bytes(head.layer, layout.sequence, each) + AUX_LAYERS * states
     logits = 4 * tokens * head.draft_vocab_size
-    # What the forward pass holds beside what is saved: the target's states and a layer of it, or the last distribution while it is made, and later the logits.
-    forward = (1 + AUX_LAYERS) * states + max(LABEL_COPIES - 1, LOGIT_COPIES) * logits
+    # What the forward pass holds beside what is saved: the target's states and a layer of it, and later the logits.
+    forward = (1 + AUX_LAYERS) * states + LOGIT_COPIES * logits
     return UpdateBytes(saved, max(forward, LOGIT_COPIES * logits, tokens * largest_layer_bytes_per_token(target, layout) - saved))
 
 
