@@ -17,7 +17,8 @@ from tandem.kernels.quantized import (
     round_inputs,
 )
 
-_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5, "mxfp4": 6}
+KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5, "mxfp4": 6}
+"""The codes of coded.cpp."""
 _PANEL = 64
 
 
@@ -42,7 +43,7 @@ class QuantizedCalls:
             data = weight_memory(self._c.int8_packed_bytes(rows, columns))
             self._c.int8_pack(codes.data_ptr(), rows, columns, data.data_ptr())
             return plain._replace(data=data, scales=plain.scales.flatten().contiguous())
-        kind = _KINDS[plain.kind]
+        kind = KINDS[plain.kind]
         data = weight_memory(self._c.coded_bytes(kind, rows, columns))
         self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
         scales = plain.scales
@@ -74,7 +75,7 @@ class QuantizedCalls:
         x = self._inputs(x, weight)
         at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
         self._c.coded_linear(
-            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), *at, weight.group_size, at_bias, rows, weight.rows, width,
+            x.data_ptr(), KINDS[weight.kind], weight.data.data_ptr(), *at, weight.group_size, at_bias, rows, weight.rows, width,
             out.data_ptr(),
         )  # fmt: skip
         return out
@@ -105,7 +106,7 @@ class QuantizedCalls:
             return out
         x = self._inputs(x, weight, bounds)
         self._c.coded_grouped_linear(
-            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
+            x.data_ptr(), KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
             weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
         )  # fmt: skip
         return out

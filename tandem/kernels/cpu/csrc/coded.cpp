@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "calls.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "vec.h"

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "calls.h"
 #include "dot8.h"
 
 namespace {
