@@ -29,6 +29,7 @@ void multiply_tile(const Tile& t) {
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = no_sum();
   const uint8_t* right = t.right;
   for (int64_t k = 0; k < t.deep; k += DEEP, right += PANEL * DEEP) {
+    ask_ahead<PANEL * DEEP>(right);
     Weight weight[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) weight[v] = codes_of_weight(right + v * LANES * DEEP);
