@@ -1,10 +1,13 @@
 """Quantized weights for the C++ kernels: integer products in ``int8.cpp`` and ``int4.cpp``, products with decoded weights in ``coded.cpp``."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.kernels.cpu.calls import dense, indices, shape_error
-from tandem.kernels.cpu.large_pages import weight_memory
+from tandem.kernels.cpu.large_pages import side_by_side, weight_memory
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import (
     CODE_DTYPES,
@@ -139,6 +142,22 @@ class QuantizedCalls:
         if weight.kind == "mxfp4" and scales is not None:
             scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
         return plain_weight(QuantizedWeight(weight.kind, plain, scales, by_row(weight.zeros), weight.group_size, weight.order))
+
+
+def side_by_side_weights(weights: Sequence[Any]) -> list[Any]:
+    """Returns the packed ``weights`` with the memory of the quantized ones side by side; others stay where they are."""
+    quantized = [weight for weight in weights if isinstance(weight, PackedQuantized)]
+    held = [tensor for weight in quantized for tensor in (weight.data, weight.scales, weight.zeros) if tensor is not None]
+    moved = iter(side_by_side(held))
+
+    def own(x: Tensor | None) -> Tensor | None:
+        return None if x is None else next(moved)
+
+    # In the order in which they were taken.
+    return [
+        weight._replace(data=next(moved), scales=own(weight.scales), zeros=own(weight.zeros)) if isinstance(weight, PackedQuantized) else weight
+        for weight in weights
+    ]
 
 
 def _by_panel(x: Tensor | None) -> Tensor | None:
