@@ -11,6 +11,8 @@
 #include "parallel.h"
 #include "vec.h"
 
+#define HAS_HALVES 0
+
 constexpr int64_t DEEP = 4;  // k's that one lane multiplies at once
 constexpr int VECTORS = PANEL / LANES;
 
@@ -46,47 +48,71 @@ struct I {
 };
 // Bytes 0 and 2 of each lane, and bytes 1 and 3, as 16-bit numbers.
 struct Weight {
-  __m256i even[2], odd[2];
+  __m256i even_a, even_b, odd_a, odd_b;
 };
 INLINE I no_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE __m256i half_of_weight(const uint8_t* p, int half) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half)); }
 INLINE Weight codes_of_weight(const uint8_t* p) {
-  Weight w;
-  for (int half = 0; half < 2; ++half) {
-    w.even[half] = _mm256_and_si256(half_of_weight(p, half), _mm256_set1_epi16(0xff));
-    w.odd[half] = _mm256_srli_epi16(half_of_weight(p, half), 8);
-  }
-  return w;
+  const __m256i a = half_of_weight(p, 0), b = half_of_weight(p, 1), low = _mm256_set1_epi16(0xff);
+  return {_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)};
 }
 INLINE I add_products(I acc, const Weight& w, int32_t x) {
   const __m256i four = _mm256_set1_epi32(x);
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
-  acc.a = _mm256_add_epi32(acc.a, _mm256_add_epi32(_mm256_madd_epi16(w.even[0], even), _mm256_madd_epi16(w.odd[0], odd)));
-  acc.b = _mm256_add_epi32(acc.b, _mm256_add_epi32(_mm256_madd_epi16(w.even[1], even), _mm256_madd_epi16(w.odd[1], odd)));
+  acc.a = _mm256_add_epi32(acc.a, _mm256_add_epi32(_mm256_madd_epi16(w.even_a, even), _mm256_madd_epi16(w.odd_a, odd)));
+  acc.b = _mm256_add_epi32(acc.b, _mm256_add_epi32(_mm256_madd_epi16(w.even_b, even), _mm256_madd_epi16(w.odd_b, odd)));
   return acc;
 }
 // Products with nibbles in 16 bits, two of them at most 2 * 15 * 127: so many steps fit.
-struct Nibbles {
-  __m256i at[2];
-};
-using NibbleSums = Nibbles;
+using Nibbles = I;
+using NibbleSums = I;
 constexpr int64_t NIBBLE_STEPS = 8;
-INLINE NibbleSums no_nibble_sums() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+INLINE NibbleSums no_nibble_sums() { return no_sum(); }
 INLINE Nibbles low_nibbles(const uint8_t* p) {
   const __m256i mask = _mm256_set1_epi8(15);
-  return {{_mm256_and_si256(half_of_weight(p, 0), mask), _mm256_and_si256(half_of_weight(p, 1), mask)}};
+  return {_mm256_and_si256(half_of_weight(p, 0), mask), _mm256_and_si256(half_of_weight(p, 1), mask)};
 }
 INLINE Nibbles high_nibbles(const uint8_t* p) {
   const __m256i mask = _mm256_set1_epi8(15);
-  return {{_mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 0), 4), mask), _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 1), 4), mask)}};
+  return {_mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 0), 4), mask), _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 1), 4), mask)};
 }
 INLINE NibbleSums add_nibble_products(NibbleSums acc, Nibbles w, int32_t x) {
   const __m256i four = _mm256_set1_epi32(x);
-  return {{_mm256_add_epi16(acc.at[0], _mm256_maddubs_epi16(w.at[0], four)), _mm256_add_epi16(acc.at[1], _mm256_maddubs_epi16(w.at[1], four))}};
+  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, four)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, four))};
+}
+// The same for half of the lanes, of ROWS rows: the sums of more than one row and all lanes would not fit the registers.
+#undef HAS_HALVES
+#define HAS_HALVES 1
+template <int ROWS>
+INLINE void add_half(const uint8_t* right, int64_t right_stride, const int8_t* left, int64_t left_stride, int64_t steps, __m256i (&low)[ROWS],
+                     __m256i (&high)[ROWS]) {
+  const __m256i mask = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
+  for (int64_t step = 0; step < steps;) {
+    const int64_t stop = std::min(steps, step + NIBBLE_STEPS);
+    __m256i of_low[ROWS], of_high[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) of_low[r] = of_high[r] = _mm256_setzero_si256();
+    for (; step < stop; ++step, right += right_stride, left += DEEP) {
+      const __m256i codes = half_of_weight(right, 0);
+      const __m256i weight = _mm256_and_si256(codes, mask), other = _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t x;
+        std::memcpy(&x, left + r * left_stride, sizeof x);
+        of_low[r] = _mm256_add_epi16(of_low[r], _mm256_maddubs_epi16(weight, _mm256_set1_epi32(x)));
+        of_high[r] = _mm256_add_epi16(of_high[r], _mm256_maddubs_epi16(other, _mm256_set1_epi32(x)));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(of_low[r], one));
+      high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(of_high[r], one));
+    }
+  }
 }
 INLINE I add_nibble_sums(I acc, NibbleSums sums) {
   const __m256i one = _mm256_set1_epi16(1);
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.at[0], one)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.at[1], one))};
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, one)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, one))};
 }
 INLINE V both_minus_to_float(I a, __m256i low_offset, __m256i high_offset) {
   V out;
@@ -148,6 +174,9 @@ INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
 }
 
 #endif
+
+// Vectors of a panel that ROWS rows multiply at once: as many sums as the registers hold.
+constexpr int wide_of(int rows) { return MOST_ROWS > 3 || rows == 1 ? VECTORS : 2; }
 
 // Bytes of a panel that are asked for ahead of those that are multiplied: one row reads each once, and memory is what it waits for.
 constexpr int64_t BYTES_AHEAD = 2048;

@@ -13,9 +13,6 @@ namespace {
 constexpr int64_t BYTES = PANEL * DEEP / 2;  // of DEEP k's of a panel
 constexpr int64_t LINE = 2 * LANES * DEEP / 2;  // of two of its vectors: one in the low halves, one in the high ones
 
-// Vectors of a panel that ROWS rows multiply at once: as many sums as the registers hold.
-constexpr int wide_of(int rows) { return MOST_ROWS > 3 || rows == 1 ? VECTORS : 2; }
-
 struct Tile {
   const int8_t* left;
   int64_t deep;
@@ -32,6 +29,24 @@ struct Tile {
 // The sums of columns first .. end of one group, of WIDE vectors from `right` on.
 template <int ROWS, int WIDE>
 INLINE void add_group(const Tile& t, int64_t first, int64_t end, const uint8_t* right, I (&acc)[ROWS][WIDE]) {
+#if HAS_HALVES
+  if constexpr (ROWS > 1) {
+    for (int v = 0; v < WIDE; v += 2)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m256i low[ROWS], high[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
+        add_half<ROWS>(right + v / 2 * LINE + half * LINE / 2, BYTES, t.left + first, t.deep, (end - first + DEEP - 1) / DEEP, low, high);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          (half == 0 ? acc[r][v].a : acc[r][v].b) = low[r];
+          (half == 0 ? acc[r][v + 1].a : acc[r][v + 1].b) = high[r];
+        }
+      }
+    return;
+  }
+#endif
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
