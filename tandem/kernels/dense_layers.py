@@ -6,13 +6,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PackedWeight, PagedBatch
+from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import Activation
 
 
 class DenseProduct(NamedTuple):
     """A packed matrix [N, K] and its ``bias[N]``, if it has one."""
 
-    weight: PackedWeight
+    weight: PackedWeight | PackedQuantized
     bias: Tensor | None
 
 

@@ -185,10 +185,12 @@ class DecoderWeights(nn.Module):
         was_plain = self._packed is None
         if was_plain:
             matrices, experts = [], []
+            # Looked up by name, because only kernels in C++ read weights where they lie.
+            side_by_side = getattr(self.kernels, "side_by_side", tuple)
             for index, layer in enumerate(self._layers()):
                 if fill is not None:
                     fill(index)
-                matrices.append(tuple(self._pack_matrix(layer, linear) for linear in layer.linears()))
+                matrices.append(tuple(side_by_side([self._pack_matrix(layer, linear) for linear in layer.linears()])))
                 experts.append(layer.experts.pack(self.kernels, self.expert_quantization, self.experts_in_mxfp4) if layer.experts else None)
             self._packed_matrices = matrices
             self._packed = self._packed_steps(self._adapted(matrices), experts)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.kernels.dense_layers import DenseLayer, DenseOutput, DenseProduct, DenseProgram, dense_program
+from tandem.kernels.quantized import PackedQuantized
 from tandem.model.layer import factor_of_norm
 from tandem.model.layer_weights import LayerWeights, Written
 
@@ -53,7 +54,7 @@ def _products(weights: LayerWeights) -> tuple[DenseProduct, DenseProduct, DenseP
     qkv, output = DenseProduct(weights.qkv, weights.qkv_bias), DenseProduct(weights.output, weights.output_bias)
     gate_up, down = DenseProduct(weights.gate_up, weights.gate_up_bias), DenseProduct(weights.down, weights.down_bias)
     matrices = qkv, output, gate_up, down
-    return matrices if all(isinstance(matrix.weight, PackedWeight) for matrix in matrices) else None
+    return matrices if all(isinstance(matrix.weight, PackedWeight | PackedQuantized) for matrix in matrices) else None
 
 
 def _output(written: Written) -> DenseOutput:

@@ -2,6 +2,7 @@
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,29 @@ def test_a_weight_of_some_large_pages_begins_with_one_and_is_multiplied_as_other
     packed = cpu_kernels.pack_quantized(weight)
     assert packed.data.data_ptr() % PAGE_BYTES == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
     assert torch.equal(cpu_kernels.linear_packed(x, packed, None), product(select("reference"), x, weight))
+
+
+def test_weights_side_by_side_are_one_part_of_memory_and_are_multiplied_as_others_are(cpu_kernels: Kernels) -> None:
+    kinds, x = ("int8", "w4a8", "int4 in order of importance"), torch.randn(2, 2048)
+    weights = [weight_of(kind, 1500, 2048) for kind in kinds]
+    plain = cpu_kernels.pack(torch.randn(33, 2048))
+    kernels: Any = cpu_kernels
+    *moved, other = kernels.side_by_side([*map(cpu_kernels.pack_quantized, weights), plain])
+    assert other is plain and len({weight.data.untyped_storage().data_ptr() for weight in moved}) == 1
+    assert moved[0].data.data_ptr() % PAGE_BYTES == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
+    for weight, packed in zip(weights, moved, strict=True):
+        assert torch.equal(cpu_kernels.linear_packed(x, packed, None), product(cpu_kernels, x, weight))
+    small = cpu_kernels.pack_quantized(weight_of("int8", 33, 64))
+    assert kernels.side_by_side([small])[0].data.data_ptr() == small.data.data_ptr(), "what is too small stays where it is"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_largest_sums_of_4_bits_are_exact(cpu_kernels: Kernels, rows: int) -> None:
+    """Codes of 15 and inputs that all round to 127, or to -127, in one group: AVX2 sums some steps of these in 16 bits."""
+    codes, scales = torch.full((70, 1024), 15, dtype=torch.uint8), torch.ones(70, 1)
+    x = torch.full((rows, 1024), -3.0) * torch.tensor([1.0, -1.0, 1.0])[:rows, None]
+    out = product(cpu_kernels, x, QuantizedWeight("int4", codes, scales, None, 1024, None, "int8"))
+    assert torch.equal(out, (x.sign()[:, :1] * 127 * 15 * 1024 * (torch.tensor(3.0) / 127)).expand(rows, 70))
 
 
 @pytest.mark.parametrize("kind", KINDS)

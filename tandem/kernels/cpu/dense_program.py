@@ -8,6 +8,7 @@ from torch import Tensor, float32, int64
 from tandem.kernels.api import KVLayer, PagedBatch
 from tandem.kernels.cpu.attention_calls import MAX_HEAD, batch_indices, cache_addresses, raise_for_attention, raise_for_rope
 from tandem.kernels.cpu.calls import ACTIVATIONS, dense, indices, shape_error
+from tandem.kernels.cpu.dense_matrix import Matrix, described, has_format
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.dense_layers import DenseLayer, DenseProduct
 
@@ -18,13 +19,9 @@ _FEWEST_TOKENS, _WORKING_BYTES = 256, 16 << 20
 _IN_ROPE, _IN_ATTENTION = 10, 20
 
 
-class _Matrix(Structure):
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("columns", c_int64))
-
-
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "sinks", "attention_output_norm", "mlp_output_norm", "cos_sin")),
         *((name, c_int64) for name in ("positions", "heads", "kv_heads", "head_size", "window", "activation", "is_centred", "has_parallel_blocks")),
         *((name, c_float) for name in ("eps", "scale", "cap", "attention_output_factor", "mlp_output_factor")),
@@ -43,7 +40,7 @@ class CpuDenseProgram:
         self._precision = precision
         self.most_tokens = max(_FEWEST_TOKENS, _WORKING_BYTES // _row_bytes(layers))
         self._tensors = layers, norm  # what is read by address
-        self._layers = (_Layer * len(layers))(*map(_described, layers))
+        self._layers = (_Layer * len(layers))(*map(_described_layer, layers))
         self._caches = (_Cache * len(layers))()
         self._heads = [layer.heads for layer in layers]
         self._positions = [len(layer.cos_sin) for layer in layers if len(layer.cos_sin) > 1]
@@ -80,10 +77,10 @@ class CpuDenseProgram:
         known = first.dtype, len(first), [x.data_ptr() for cache in caches for x in cache if x is not None]
         if known == self._known:
             return
-        for described, cache, (_, kv_heads, size) in zip(self._caches, caches, self._heads, strict=False):
+        for own, cache, (_, kv_heads, size) in zip(self._caches, caches, self._heads, strict=False):
             kind, *addresses = cache_addresses(cache, kv_heads, size)
-            described.keys, described.values, described.key_scales, described.value_scales = addresses
-            described.kind, described.blocks = kind, len(cache.keys)
+            own.keys, own.values, own.key_scales, own.value_scales = addresses
+            own.kind, own.blocks = kind, len(cache.keys)
         self._known = known
 
 
@@ -94,8 +91,8 @@ def _row_bytes(layers: Sequence[DenseLayer]) -> int:
 
 
 def is_computable(layers: Sequence[DenseLayer], norm: Tensor) -> bool:
-    """Returns whether ``dense_layers.cpp`` computes ``layers``: tensors in dense fp32, whose sizes fit each other. Others are left to the kernels that Python
-    calls one by one, which convert them or say what is wrong with them."""
+    """Returns whether ``dense_layers.cpp`` computes ``layers``: matrices in its formats and other tensors in dense fp32, whose sizes fit each other. Others are
+    left to the kernels that Python calls one by one, which convert them or say what is wrong with them."""
     return bool(layers) and all(_fits(layer, layers[0].hidden_size) for layer in layers) and _is_vector(norm, layers[0].hidden_size)
 
 
@@ -106,7 +103,7 @@ def _fits(layer: DenseLayer, hidden: int) -> bool:
     expected = ((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * inner, hidden), (hidden, inner)
     sized = zip(_vectors(layer), (hidden, hidden, hidden, hidden, size, size, heads), strict=True)
     return (
-        all(product.weight[1:] == shape and _has_bias_of(product) for product, shape in zip(products, expected, strict=True))
+        all(_is_product(product, shape) for product, shape in zip(products, expected, strict=True))
         and all(vector is None or _is_vector(vector, length) for vector, length in sized)
         and (layer.mlp_norm is not None or layer.parallel_blocks)
         and _is_dense(layer.cos_sin) and layer.cos_sin.shape[1] == size and size % 2 == 0 and size <= MAX_HEAD and heads % kv_heads == 0
@@ -117,8 +114,9 @@ def _vectors(layer: DenseLayer) -> Iterator[Tensor | None]:
     yield from (layer.input_norm, layer.mlp_norm, layer.attention_output.norm, layer.mlp_output.norm, layer.q_norm, layer.k_norm, layer.sinks)
 
 
-def _has_bias_of(product: DenseProduct) -> bool:
-    return product.bias is None or _is_vector(product.bias, product.weight.rows)
+def _is_product(product: DenseProduct, shape: tuple[int, int]) -> bool:
+    weight, bias = product
+    return (weight.rows, weight.columns) == shape and has_format(weight) and (bias is None or _is_vector(bias, weight.rows))
 
 
 def _is_vector(x: Tensor, length: int) -> bool:
@@ -129,12 +127,11 @@ def _is_dense(x: Tensor) -> bool:
     return x.dtype is float32 and x.is_cpu and x.is_contiguous()
 
 
-def _described(layer: DenseLayer) -> _Layer:
+def _described_layer(layer: DenseLayer) -> _Layer:
     at = lambda x: None if x is None else x.data_ptr()
-    matrix = lambda product: _Matrix(product.weight.data.data_ptr(), at(product.bias), product.weight.rows, product.weight.columns)
     attention, mlp = layer.attention_output, layer.mlp_output
     return _Layer(
-        *map(matrix, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+        *map(described, (layer.qkv, layer.output, layer.gate_up, layer.down)),
         *map(at, (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.sinks, attention.norm, mlp.norm, layer.cos_sin)),
         len(layer.cos_sin), *layer.heads, layer.window or 0, ACTIVATIONS[layer.activation], layer.centred, layer.parallel_blocks,
         layer.eps, layer.scale, layer.cap or 0.0, attention.factor, mlp.factor,

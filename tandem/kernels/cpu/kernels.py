@@ -5,6 +5,7 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.dense_program import BF16, BF16_ROUNDED, FP32, CpuDenseProgram, is_computable
 from tandem.kernels.cpu.gated_delta import CpuPasses
 from tandem.kernels.cpu.library import Library
-from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.cpu.quantized import QuantizedCalls, side_by_side_weights
 from tandem.kernels.dense_layers import DenseLayer
 from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
@@ -87,6 +88,11 @@ class CpuKernels:
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return self._quantized.pack(weight)
+
+    def side_by_side(self, weights: Sequence[Any]) -> list[Any]:
+        """Returns packed ``weights``, which every token reads one after the other, with quantized ones in one part of memory, in large pages: each alone may
+        be too small for them."""
+        return side_by_side_weights(weights)
 
     def unpack_quantized(self, weight: PackedQuantized) -> Tensor:
         return self._quantized.unpack(weight)

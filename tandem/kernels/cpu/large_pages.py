@@ -2,7 +2,9 @@
 reading ahead at its end."""
 
 import ctypes
+import itertools
 import mmap
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 PAGE_BYTES = 2 << 20
+LINE_BYTES = 64
 SMALLEST_BYTES = 2 * PAGE_BYTES
 """Of a smaller weight less than half would be in whole large pages."""
 
@@ -24,6 +27,17 @@ def weight_memory(size_bytes: int) -> Tensor:
     memory = whole[first : first + size_bytes]
     advise(memory.data_ptr(), size_bytes // mmap.PAGESIZE * mmap.PAGESIZE, advice)
     return memory
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of ``tensors`` that lie behind each other in large pages, each from a cache line on; where all of them are too small for that,
+    themselves."""
+    sizes = [-(-tensor.nbytes // LINE_BYTES) * LINE_BYTES for tensor in tensors]
+    if sum(sizes) < SMALLEST_BYTES:
+        return list(tensors)
+    memory = weight_memory(sum(sizes))
+    starts = itertools.accumulate(sizes, initial=0)
+    return [memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor) for at, tensor in zip(starts, tensors, strict=False)]
 
 
 @cache

@@ -1,10 +1,13 @@
 """Quantized weights for the C++ kernels: integer products in ``int8.cpp`` and ``int4.cpp``, products with decoded weights in ``coded.cpp``."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.kernels.cpu.calls import dense, indices, shape_error
-from tandem.kernels.cpu.large_pages import weight_memory
+from tandem.kernels.cpu.large_pages import side_by_side, weight_memory
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.quantized import (
     CODE_DTYPES,
@@ -17,7 +20,8 @@ from tandem.kernels.quantized import (
     round_inputs,
 )
 
-_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5, "mxfp4": 6}
+KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5, "mxfp4": 6}
+"""The codes of coded.cpp."""
 _PANEL = 64
 
 
@@ -42,7 +46,7 @@ class QuantizedCalls:
             data = weight_memory(self._c.int8_packed_bytes(rows, columns))
             self._c.int8_pack(codes.data_ptr(), rows, columns, data.data_ptr())
             return plain._replace(data=data, scales=plain.scales.flatten().contiguous())
-        kind = _KINDS[plain.kind]
+        kind = KINDS[plain.kind]
         data = weight_memory(self._c.coded_bytes(kind, rows, columns))
         self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
         scales = plain.scales
@@ -74,7 +78,7 @@ class QuantizedCalls:
         x = self._inputs(x, weight)
         at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
         self._c.coded_linear(
-            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), *at, weight.group_size, at_bias, rows, weight.rows, width,
+            x.data_ptr(), KINDS[weight.kind], weight.data.data_ptr(), *at, weight.group_size, at_bias, rows, weight.rows, width,
             out.data_ptr(),
         )  # fmt: skip
         return out
@@ -105,7 +109,7 @@ class QuantizedCalls:
             return out
         x = self._inputs(x, weight, bounds)
         self._c.coded_grouped_linear(
-            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
+            x.data_ptr(), KINDS[weight.kind], weight.data.data_ptr(), weight.data.stride(0), at[0], strides[0], at[1], strides[1],
             weight.group_size, bounds.data_ptr(), groups, weight.rows, weight.columns, out.data_ptr(),
         )  # fmt: skip
         return out
@@ -138,6 +142,22 @@ class QuantizedCalls:
         if weight.kind == "mxfp4" and scales is not None:
             scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
         return plain_weight(QuantizedWeight(weight.kind, plain, scales, by_row(weight.zeros), weight.group_size, weight.order))
+
+
+def side_by_side_weights(weights: Sequence[Any]) -> list[Any]:
+    """Returns the packed ``weights`` with the memory of the quantized ones side by side; others stay where they are."""
+    quantized = [weight for weight in weights if isinstance(weight, PackedQuantized)]
+    held = [tensor for weight in quantized for tensor in (weight.data, weight.scales, weight.zeros) if tensor is not None]
+    moved = iter(side_by_side(held))
+
+    def own(x: Tensor | None) -> Tensor | None:
+        return None if x is None else next(moved)
+
+    # In the order in which they were taken.
+    return [
+        weight._replace(data=next(moved), scales=own(weight.scales), zeros=own(weight.zeros)) if isinstance(weight, PackedQuantized) else weight
+        for weight in weights
+    ]
 
 
 def _by_panel(x: Tensor | None) -> Tensor | None:

@@ -12,6 +12,13 @@ int tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_
 int tandem_bf16_linear(const float* x, const float* weight, int packed, const float* bias, int rounds, int64_t m, int64_t n, int64_t k, float* out);
 int tandem_bf16_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down, const float* down_bias, int rounds,
                           int64_t m, int64_t hidden, int64_t inner, int activation, float* out);
+int tandem_int8_linear(const float* x, const uint8_t* packed, const float* scales, const float* bias, int64_t m, int64_t n, int64_t k, float* out);
+int tandem_int4_linear(const float* x, const uint8_t* packed, const float* scales, const uint8_t* zeros, int64_t group, const float* bias, int64_t m,
+                       int64_t n, int64_t k, float* out);
+int64_t tandem_coded_bytes(int kind, int64_t n, int64_t k);
+int tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const uint8_t* scales, const float* zeros, int64_t group, const float* bias,
+                        int64_t m, int64_t n, int64_t k, float* out);
+void tandem_round_fp8(const float* x, int64_t m, int64_t k, int64_t group, float* out);
 int tandem_rope_to_cache(const float* qkv, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t limit, int64_t hq, int64_t hkv,
                          int64_t size, const float* q_norm, const float* k_norm, float eps, float* q, int kind, void* keys, void* values,
                          float* key_scales, float* value_scales, int64_t blocks, const int64_t* slots);

@@ -8,146 +8,13 @@
 #include <cstring>
 #include <utility>
 
+#include "calls.h"
+#include "codes.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "vec.h"
 
 namespace {
-
-enum Kind : int { INT4 = 0, INT8 = 1, FP8 = 2, BF16 = 3, FP16 = 4, NF4 = 5, MXFP4 = 6, KINDS = 7 };
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-constexpr bool has_nibbles(int kind) { return kind == INT4 || kind == NF4 || kind == MXFP4; }
-constexpr bool has_scales(int kind) { return kind != BF16 && kind != FP16; }
-constexpr int64_t bytes_a_scale(int kind) { return kind == MXFP4 ? 1 : 4; }
-constexpr int64_t bytes_a_row(int kind) { return has_nibbles(kind) ? PANEL / 2 : kind == BF16 || kind == FP16 ? PANEL * 2 : PANEL; }
-
-// The numbers of the 4-bit NormalFloat (Dettmers et al., 2023, appendix E).
-alignas(64) constexpr float NORMAL_FLOATS[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f,
-    1.0f};
-// E2M1 (Open Compute Project, 2023).
-alignas(64) constexpr float MXFP4_NUMBERS[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                                 -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-
-float from_bits(uint32_t bits) {
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-// 2^23: the last bit of a number from here on is 1.
-constexpr float SHIFT = 8388608.0f;
-
-#if defined(__AVX512F__)
-
-INLINE V ints(__m512i a) { return {_mm512_cvtepi32_ps(a)}; }
-INLINE __m128i bytes_at(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-INLINE V low_nibbles(const uint8_t* p) { return ints(_mm512_cvtepu8_epi32(_mm_and_si128(bytes_at(p), _mm_set1_epi8(15)))); }
-INLINE V high_nibbles(const uint8_t* p) {
-  return ints(_mm512_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(bytes_at(p), 4), _mm_set1_epi8(15))));
-}
-// The numbers of 64 nibbles plus SHIFT, whose lowest bits they replace: no conversion, and each byte is widened once for both of its nibbles.
-INLINE void shifted_nibbles(const uint8_t* p, V* out) {
-  const __m512i shift = _mm512_castps_si512(_mm512_set1_ps(SHIFT)), nibble = _mm512_set1_epi32(15);
-  constexpr int MASKED_OR = 0xec;  // (a & c) | b
-  for (int v = 0; v < 2; ++v) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(bytes_at(p + v * LANES));
-    out[v] = {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bytes, shift, nibble, MASKED_OR))};
-    out[v + 2] = {_mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(bytes, 4), shift))};
-  }
-}
-// A permutation reads the lowest four bits of an index.
-INLINE V low_numbers(const uint8_t* p, const float* of) { return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(bytes_at(p)), _mm512_load_ps(of))}; }
-INLINE V high_numbers(const uint8_t* p, const float* of) {
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_cvtepu8_epi32(bytes_at(p)), 4), _mm512_load_ps(of))};
-}
-// Powers of two by their exponents; that of 0 is 2^-127, which fp32 has without its leading one.
-INLINE V powers(const uint8_t* p) {
-  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes_at(p)), 23);
-  return {_mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(1 << 22)))};
-}
-INLINE V signed_bytes(const uint8_t* p) { return ints(_mm512_cvtepi8_epi32(bytes_at(p))); }
-INLINE V fp8(const uint8_t* p) {
-  const __m512i code = _mm512_cvtepi8_epi32(bytes_at(p));
-  const __m512i rest = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)), 20);
-  const __m512i bits = _mm512_or_si512(_mm512_and_si512(code, _mm512_set1_epi32(static_cast<int>(0x80000000))), rest);
-  return mul({_mm512_castsi512_ps(bits)}, set1(0x1p120f));
-}
-INLINE V bf16(const uint8_t* p) {
-  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
-}
-INLINE V fp16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-
-#else
-
-float from_fp16(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
-  const uint32_t magic = 113u << 23;  // the exponent of the smallest normal half
-  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  if (rest >= 0x400) return from_bits(sign | ((rest << 13) + (112u << 23)));
-  const float small = from_bits(magic + (rest << 13)) - from_bits(magic);
-  return sign ? -small : small;
-}
-
-#define EACH(expression)                                   \
-  float out[LANES];                                        \
-  for (int i = 0; i < LANES; ++i) out[i] = (expression);   \
-  return load(out)
-INLINE V low_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] & 15)); }
-INLINE V high_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] >> 4)); }
-INLINE V low_shifted(const uint8_t* p) { EACH(from_bits(0x4b000000u | (p[i] & 15))); }
-INLINE V high_shifted(const uint8_t* p) { EACH(from_bits(0x4b000000u | p[i] >> 4)); }
-INLINE void shifted_nibbles(const uint8_t* p, V* out) {
-  for (int v = 0; v < 2; ++v) {
-    out[v] = low_shifted(p + v * LANES);
-    out[v + 2] = high_shifted(p + v * LANES);
-  }
-}
-INLINE V low_numbers(const uint8_t* p, const float* of) { EACH(of[p[i] & 15]); }
-INLINE V high_numbers(const uint8_t* p, const float* of) { EACH(of[p[i] >> 4]); }
-// Powers of two by their exponents; that of 0 is 2^-127, which fp32 has without its leading one.
-INLINE V powers(const uint8_t* p) { EACH(from_bits(p[i] == 0 ? 1u << 22 : static_cast<uint32_t>(p[i]) << 23)); }
-INLINE V signed_bytes(const uint8_t* p) { EACH(static_cast<float>(static_cast<int8_t>(p[i]))); }
-INLINE V fp8(const uint8_t* p) {
-  EACH(from_bits(static_cast<uint32_t>(p[i] & 0x80) << 24 | static_cast<uint32_t>(p[i] & 0x7f) << 20) * 0x1p120f);
-}
-INLINE V bf16(const uint8_t* p) {
-  uint16_t halves[LANES];
-  std::memcpy(halves, p, sizeof halves);
-  EACH(from_bits(static_cast<uint32_t>(halves[i]) << 16));
-}
-INLINE V fp16(const uint8_t* p) {
-  uint16_t halves[LANES];
-  std::memcpy(halves, p, sizeof halves);
-  EACH(from_fp16(halves[i]));
-}
-#undef EACH
-
-#endif
-
-// Vector v of the 64 codes at `from` as numbers.
-template <int KIND>
-INLINE V codes_at(const uint8_t* from, int v) {
-  if constexpr (KIND == INT4) return v < 2 ? low_nibbles(from + v * LANES) : high_nibbles(from + (v - 2) * LANES);
-  if constexpr (KIND == NF4 || KIND == MXFP4) {
-    const float* numbers = KIND == NF4 ? NORMAL_FLOATS : MXFP4_NUMBERS;
-    return v < 2 ? low_numbers(from + v * LANES, numbers) : high_numbers(from + (v - 2) * LANES, numbers);
-  }
-  if constexpr (KIND == INT8) return signed_bytes(from + v * LANES);
-  if constexpr (KIND == FP8) return fp8(from + v * LANES);
-  if constexpr (KIND == BF16) return bf16(from + v * LANES * 2);
-  return fp16(from + v * LANES * 2);
-}
-
-// Vector v of the 64 scales at `from`.
-template <int KIND>
-INLINE V scales_at(const uint8_t* from, int v) {
-  if constexpr (KIND == MXFP4) return powers(from + v * LANES);
-  return load(reinterpret_cast<const float*>(from) + v * LANES);
-}
 
 // `k` rows of one group: (code - zero) scale, the zero and the scale where there are any.
 template <int KIND, bool HAS_ZEROS>
@@ -369,36 +236,6 @@ int tandem_coded_grouped_linear(const float* x, int kind, const uint8_t* packed,
                out + first * n});
     });
   });
-}
-
-// Each run of `group` columns of a row rounded to e4m3 under a scale of its own, the largest magnitude over 448, and back: what a
-// product of fp8 inputs sees. A run with an infinite or undefined number becomes undefined.
-void tandem_round_fp8(const float* x, int64_t m, int64_t k, int64_t group, float* out) {
-  const int threads = threads_for(m * k * 8);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < m; ++row)
-    for (int64_t start = 0; start < k; start += group) {
-      const float* from = x + row * k + start;
-      float* to = out + row * k + start;
-      const int64_t count = std::min(group, k - start);
-      uint32_t largest_bits = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, from + i, sizeof bits);
-        largest_bits = std::max(largest_bits, bits & 0x7fffffff);
-      }
-      const float scale = largest_bits >= 0x7f800000 ? __builtin_nanf("") : from_bits(largest_bits) / 448.0f;
-      for (int64_t i = 0; i < count; ++i) {
-        const float value = scale == 0.0f ? 0.0f : from[i] / scale;
-        // Four significant bits, and below 2^-6 whole multiples of 2^-9: adding and taking away 1.5 2^23 of that unit rounds to it.
-        uint32_t bits;
-        std::memcpy(&bits, &value, sizeof bits);
-        const uint32_t exponent = std::max(bits >> 23 & 0xff, 121u);
-        const float shift = from_bits((exponent + 20) << 23) * 1.5f;
-        const float rounded = (value + shift) - shift;
-        to[i] = std::min(448.0f, std::max(-448.0f, rounded)) * scale;
-      }
-    }
 }
 
 }  // extern "C"

@@ -9,16 +9,13 @@
 
 #include "batch_parts.h"
 #include "calls.h"
+#include "dense_matrix.h"
 #include "direct.h"
 #include "parallel.h"
 #include "rows.h"
 
 // The structures of dense_program.py, field by field.
-struct DenseMatrix {
-  const float *data, *bias;  // data packed; bias null where there is none
-  int64_t rows, columns;
-};
-
+//
 // Norms, sinks: null where there are none. The cos_sin[positions, size] of one position is that of all.
 struct DenseLayer {
   DenseMatrix qkv, output, gate_up, down;
@@ -33,9 +30,6 @@ struct DenseCache {
   int64_t kind, blocks;
 };
 
-// The precision of products: bf16 operands with fp32 or bf16 results.
-constexpr int FP32 = 0, BF16 = 1, BF16_ROUNDED = 2;
-
 namespace {
 
 constexpr int IN_ROPE = 10, IN_ATTENTION = 20;  // added to the codes of these functions
@@ -48,19 +42,6 @@ struct Working {
 
 void allocated(int code) {
   if (code == OUT_OF_MEMORY) throw std::bad_alloc();
-}
-
-void multiply(const DenseMatrix& matrix, int precision, const float* x, int64_t rows, float* out) {
-  allocated(precision == FP32 ? tandem_linear(x, matrix.data, 1, matrix.bias, rows, matrix.rows, matrix.columns, out)
-                              : tandem_bf16_linear(x, matrix.data, 1, matrix.bias, precision == BF16_ROUNDED, rows, matrix.rows, matrix.columns, out));
-}
-
-void multiply_gated(const DenseLayer& layer, int precision, const float* x, int64_t rows, float* out) {
-  const DenseMatrix &gate_up = layer.gate_up, &down = layer.down;
-  const int activation = static_cast<int>(layer.activation);
-  allocated(precision == FP32 ? tandem_gated_mlp(x, gate_up.data, gate_up.bias, down.data, down.bias, rows, down.rows, down.columns, activation, out)
-                              : tandem_bf16_gated_mlp(x, gate_up.data, gate_up.bias, down.data, down.bias, precision == BF16_ROUNDED, rows, down.rows,
-                                                      down.columns, activation, out));
 }
 
 void pick_rows(const float* from, const int64_t* rows, int64_t count, int64_t width, float* to) {
@@ -107,7 +88,7 @@ int run_layer(const DenseLayer& layer, const DenseCache& cache, const FlatBatch&
     each_vector(count * hidden, [&](int64_t i, int n) { put(rows.residual + i, add(get(rows.x + i, n), get(rows.residual + i, n)), n); });
   else
     tandem_rms_norm(rows.x, rows.residual, layer.mlp_norm, count, hidden, 1, layer.eps, is_centred, rows.normed, rows.residual, nullptr);
-  multiply_gated(layer, precision, rows.normed, count, rows.x);
+  multiply_gated(layer.gate_up, layer.down, static_cast<int>(layer.activation), precision, rows.normed, count, rows.x);
   write_output(layer, layer.mlp_output_norm, layer.mlp_output_factor, count, hidden, rows.x);
   return 0;
 }
@@ -165,10 +146,12 @@ int run_layers(const Model& model, const FlatBatch& batch, const int64_t* places
 // have to, or where each would have few rows.
 std::vector<int64_t> parts_of(const Model& model, const FlatBatch& batch) {
   const DenseLayer& layer = model.layers[0];
-  int64_t row_work = 0;
-  for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) row_work += matrix->rows * matrix->columns;
+  int64_t row_work = 0, weight_bytes = 0;
+  for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+    row_work += matrix->rows * matrix->columns;
+    weight_bytes += model.count * bytes_of(*matrix, model.precision);
+  }
   const int64_t most = std::min<int64_t>({threads_for(model.count * batch.tokens * row_work), batch.tokens / ROWS_OF_A_PART, batch.sequences, MOST_PARTS});
-  const int64_t weight_bytes = model.count * row_work * (model.precision == FP32 ? 4 : 2);
   if (most > 1 && weight_bytes <= BYTES_IN_CACHE && is_ordered(batch)) {
     std::vector<int64_t> bounds = bounds_of_parts(batch, most, row_work, 2 * layer.heads * layer.head_size);
     if (are_independent(batch, model.caches[0].blocks, bounds)) return bounds;

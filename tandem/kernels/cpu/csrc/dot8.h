@@ -11,6 +11,8 @@
 #include "parallel.h"
 #include "vec.h"
 
+#define HAS_HALVES 0
+
 constexpr int64_t DEEP = 4;  // k's that one lane multiplies at once
 constexpr int VECTORS = PANEL / LANES;
 
@@ -23,11 +25,15 @@ struct I {
 INLINE I no_sum() { return {_mm512_setzero_si512()}; }
 using Weight = I;
 INLINE Weight codes_of_weight(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-INLINE Weight low_nibbles_of_weight(const uint8_t* p) { return {_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(15))}; }
-INLINE Weight high_nibbles_of_weight(const uint8_t* p) {
-  return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(15))};
-}
 INLINE I add_products(I acc, I weight, int32_t x) { return {_mm512_dpbusd_epi32(acc.v, weight.v, _mm512_set1_epi32(x))}; }
+using Nibbles = I;
+using NibbleSums = I;
+constexpr int64_t NIBBLE_STEPS = 1 << 20;
+INLINE NibbleSums no_nibble_sums() { return no_sum(); }
+INLINE Nibbles low_nibbles(const uint8_t* p) { return {_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(15))}; }
+INLINE Nibbles high_nibbles(const uint8_t* p) { return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(15))}; }
+INLINE NibbleSums add_nibble_products(NibbleSums acc, Nibbles weight, int32_t x) { return add_products(acc, weight, x); }
+INLINE I add_nibble_sums(I acc, NibbleSums sums) { return {_mm512_add_epi32(acc.v, sums.v)}; }
 INLINE V minus_to_float(I a, int32_t offset) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_set1_epi32(offset)))}; }
 INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
   const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
@@ -42,40 +48,71 @@ struct I {
 };
 // Bytes 0 and 2 of each lane, and bytes 1 and 3, as 16-bit numbers.
 struct Weight {
-  __m256i even[2], odd[2];
+  __m256i even_a, even_b, odd_a, odd_b;
 };
 INLINE I no_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE __m256i half_of_weight(const uint8_t* p, int half) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half)); }
 INLINE Weight codes_of_weight(const uint8_t* p) {
-  Weight w;
-  for (int half = 0; half < 2; ++half) {
-    w.even[half] = _mm256_and_si256(half_of_weight(p, half), _mm256_set1_epi16(0xff));
-    w.odd[half] = _mm256_srli_epi16(half_of_weight(p, half), 8);
-  }
-  return w;
-}
-INLINE Weight low_nibbles_of_weight(const uint8_t* p) {
-  Weight w;
-  for (int half = 0; half < 2; ++half) {
-    w.even[half] = _mm256_and_si256(half_of_weight(p, half), _mm256_set1_epi16(15));
-    w.odd[half] = _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, half), 8), _mm256_set1_epi16(15));
-  }
-  return w;
-}
-INLINE Weight high_nibbles_of_weight(const uint8_t* p) {
-  Weight w;
-  for (int half = 0; half < 2; ++half) {
-    w.even[half] = _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, half), 4), _mm256_set1_epi16(15));
-    w.odd[half] = _mm256_srli_epi16(half_of_weight(p, half), 12);
-  }
-  return w;
+  const __m256i a = half_of_weight(p, 0), b = half_of_weight(p, 1), low = _mm256_set1_epi16(0xff);
+  return {_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)};
 }
 INLINE I add_products(I acc, const Weight& w, int32_t x) {
   const __m256i four = _mm256_set1_epi32(x);
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
-  acc.a = _mm256_add_epi32(acc.a, _mm256_add_epi32(_mm256_madd_epi16(w.even[0], even), _mm256_madd_epi16(w.odd[0], odd)));
-  acc.b = _mm256_add_epi32(acc.b, _mm256_add_epi32(_mm256_madd_epi16(w.even[1], even), _mm256_madd_epi16(w.odd[1], odd)));
+  acc.a = _mm256_add_epi32(acc.a, _mm256_add_epi32(_mm256_madd_epi16(w.even_a, even), _mm256_madd_epi16(w.odd_a, odd)));
+  acc.b = _mm256_add_epi32(acc.b, _mm256_add_epi32(_mm256_madd_epi16(w.even_b, even), _mm256_madd_epi16(w.odd_b, odd)));
   return acc;
+}
+// Products with nibbles in 16 bits, two of them at most 2 * 15 * 127: so many steps fit.
+using Nibbles = I;
+using NibbleSums = I;
+constexpr int64_t NIBBLE_STEPS = 8;
+INLINE NibbleSums no_nibble_sums() { return no_sum(); }
+INLINE Nibbles low_nibbles(const uint8_t* p) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(half_of_weight(p, 0), mask), _mm256_and_si256(half_of_weight(p, 1), mask)};
+}
+INLINE Nibbles high_nibbles(const uint8_t* p) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 0), 4), mask), _mm256_and_si256(_mm256_srli_epi16(half_of_weight(p, 1), 4), mask)};
+}
+INLINE NibbleSums add_nibble_products(NibbleSums acc, Nibbles w, int32_t x) {
+  const __m256i four = _mm256_set1_epi32(x);
+  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, four)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, four))};
+}
+// The same for half of the lanes, of ROWS rows: the sums of more than one row and all lanes would not fit the registers.
+#undef HAS_HALVES
+#define HAS_HALVES 1
+template <int ROWS>
+INLINE void add_half(const uint8_t* right, int64_t right_stride, const int8_t* left, int64_t left_stride, int64_t steps, __m256i (&low)[ROWS],
+                     __m256i (&high)[ROWS]) {
+  const __m256i mask = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
+  for (int64_t step = 0; step < steps;) {
+    const int64_t stop = std::min(steps, step + NIBBLE_STEPS);
+    __m256i of_low[ROWS], of_high[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) of_low[r] = of_high[r] = _mm256_setzero_si256();
+    for (; step < stop; ++step, right += right_stride, left += DEEP) {
+      const __m256i codes = half_of_weight(right, 0);
+      const __m256i weight = _mm256_and_si256(codes, mask), other = _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t x;
+        std::memcpy(&x, left + r * left_stride, sizeof x);
+        of_low[r] = _mm256_add_epi16(of_low[r], _mm256_maddubs_epi16(weight, _mm256_set1_epi32(x)));
+        of_high[r] = _mm256_add_epi16(of_high[r], _mm256_maddubs_epi16(other, _mm256_set1_epi32(x)));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(of_low[r], one));
+      high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(of_high[r], one));
+    }
+  }
+}
+INLINE I add_nibble_sums(I acc, NibbleSums sums) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, one)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, one))};
 }
 INLINE V both_minus_to_float(I a, __m256i low_offset, __m256i high_offset) {
   V out;
@@ -101,14 +138,22 @@ struct Weight {
   uint8_t at[LANES * DEEP];
 };
 INLINE I no_sum() { return {}; }
+using Nibbles = Weight;
+using NibbleSums = I;
+constexpr int64_t NIBBLE_STEPS = 1 << 20;
 #define EACH_CODE(expression)                                  \
   Weight w;                                                    \
   for (int i = 0; i < LANES * DEEP; ++i) w.at[i] = (expression); \
   return w
 INLINE Weight codes_of_weight(const uint8_t* p) { EACH_CODE(p[i]); }
-INLINE Weight low_nibbles_of_weight(const uint8_t* p) { EACH_CODE(p[i] & 15); }
-INLINE Weight high_nibbles_of_weight(const uint8_t* p) { EACH_CODE(p[i] >> 4); }
+INLINE Nibbles low_nibbles(const uint8_t* p) { EACH_CODE(p[i] & 15); }
+INLINE Nibbles high_nibbles(const uint8_t* p) { EACH_CODE(p[i] >> 4); }
 #undef EACH_CODE
+INLINE NibbleSums no_nibble_sums() { return no_sum(); }
+INLINE I add_nibble_sums(I acc, const NibbleSums& sums) {
+  for (int lane = 0; lane < LANES; ++lane) acc.x[lane] += sums.x[lane];
+  return acc;
+}
 INLINE I add_products(I acc, const Weight& w, int32_t x) {
   int8_t four[DEEP];
   std::memcpy(four, &x, sizeof four);
@@ -116,6 +161,7 @@ INLINE I add_products(I acc, const Weight& w, int32_t x) {
     for (int i = 0; i < DEEP; ++i) acc.x[lane] += static_cast<int32_t>(w.at[lane * DEEP + i]) * four[i];
   return acc;
 }
+INLINE NibbleSums add_nibble_products(NibbleSums acc, const Nibbles& w, int32_t x) { return add_products(acc, w, x); }
 INLINE V minus_to_float(I a, int32_t offset) {
   float out[LANES];
   for (int lane = 0; lane < LANES; ++lane) out[lane] = static_cast<float>(a.x[lane] - offset);
@@ -128,6 +174,17 @@ INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
 }
 
 #endif
+
+// Vectors of a panel that ROWS rows multiply at once: as many sums as the registers hold.
+constexpr int wide_of(int rows) { return MOST_ROWS > 3 || rows == 1 ? VECTORS : 2; }
+
+// Bytes of a panel that are asked for ahead of those that are multiplied: one row reads each once, and memory is what it waits for.
+constexpr int64_t BYTES_AHEAD = 2048;
+template <int64_t BYTES>
+INLINE void ask_ahead(const uint8_t* p) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(p + BYTES_AHEAD + i, 0, 3);
+}
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -184,13 +241,16 @@ inline Inputs round_rows(const float* x, int64_t m, int64_t k, int64_t group, in
 
 constexpr int64_t ROWS_AT_ONCE = 96;  // rows of codes that stay in the second-level cache beside a panel
 
-// Calls run(panel, first row, rows) for all tiles of the product, rows of a panel one behind the other.
+// Calls run(panel, first row, rows) for all tiles of the product, rows of a panel one behind the other. A task has panels that lie behind each other, which
+// memory sends faster than panels of several threads in turn; there are a few for each thread, so that one that was interrupted has less of them.
 template <typename Run>
 void each_tile(int64_t m, int64_t n, int threads, Run run) {
   const int64_t panels = (n + PANEL - 1) / PANEL, chunks = (m + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / std::max<int64_t>(chunks, 1)));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t task = 0; task < chunks * panels; ++task) {
-    const int64_t chunk = task / panels, end = std::min(m, (chunk + 1) * ROWS_AT_ONCE);
-    for (int64_t row = chunk * ROWS_AT_ONCE; row < end; row += MOST_ROWS) run(task % panels, row, std::min<int64_t>(MOST_ROWS, end - row));
+  for (int64_t task = 0; task < chunks * groups; ++task) {
+    const int64_t chunk = task / groups, group = task % groups, end = std::min(m, (chunk + 1) * ROWS_AT_ONCE);
+    for (int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; ++panel)
+      for (int64_t row = chunk * ROWS_AT_ONCE; row < end; row += MOST_ROWS) run(panel, row, std::min<int64_t>(MOST_ROWS, end - row));
   }
 }

@@ -5,11 +5,13 @@
 #include <cstring>
 #include <utility>
 
+#include "calls.h"
 #include "dot8.h"
 
 namespace {
 
 constexpr int64_t BYTES = PANEL * DEEP / 2;  // of DEEP k's of a panel
+constexpr int64_t LINE = 2 * LANES * DEEP / 2;  // of two of its vectors: one in the low halves, one in the high ones
 
 struct Tile {
   const int8_t* left;
@@ -24,41 +26,79 @@ struct Tile {
   int64_t out_stride, columns;
 };
 
-template <int ROWS>
-void multiply_tile(const Tile& t) {
-  alignas(64) float totals[ROWS][PANEL];
-  const uint8_t* right = t.right;
-  for (int64_t g = 0; g < t.groups; ++g) {
-    I acc[ROWS][VECTORS];
+// The sums of columns first .. end of one group, of WIDE vectors from `right` on.
+template <int ROWS, int WIDE>
+INLINE void add_group(const Tile& t, int64_t first, int64_t end, const uint8_t* right, I (&acc)[ROWS][WIDE]) {
+#if HAS_HALVES
+  if constexpr (ROWS > 1) {
+    for (int v = 0; v < WIDE; v += 2)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m256i low[ROWS], high[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
+        add_half<ROWS>(right + v / 2 * LINE + half * LINE / 2, BYTES, t.left + first, t.deep, (end - first + DEEP - 1) / DEEP, low, high);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          (half == 0 ? acc[r][v].a : acc[r][v].b) = low[r];
+          (half == 0 ? acc[r][v + 1].a : acc[r][v + 1].b) = high[r];
+        }
+      }
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; ++v) acc[r][v] = no_sum();
+  for (int64_t k = first; k < end;) {
+    const int64_t stop = std::min(end, k + NIBBLE_STEPS * DEEP);
+    NibbleSums sums[ROWS][WIDE];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = no_sum();
-    const int64_t end = std::min(t.deep, (g + 1) * t.group);
-    for (int64_t k = g * t.group; k < end; k += DEEP, right += BYTES) {
-      Weight weight[VECTORS];
+      for (int v = 0; v < WIDE; ++v) sums[r][v] = no_nibble_sums();
+    for (; k < stop; k += DEEP, right += BYTES) {
+      ask_ahead<WIDE * LINE / 2>(right);
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v += 2) {
-        weight[v] = low_nibbles_of_weight(right + v * BYTES / VECTORS);
-        weight[v + 1] = high_nibbles_of_weight(right + v * BYTES / VECTORS);
-      }
+      for (int v = 0; v < WIDE; v += 2) {
+        const Nibbles low = low_nibbles(right + v / 2 * LINE), high = high_nibbles(right + v / 2 * LINE);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        int32_t x;
-        std::memcpy(&x, t.left + r * t.deep + k, sizeof x);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) acc[r][v] = add_products(acc[r][v], weight[v], x);
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t x;
+          std::memcpy(&x, t.left + r * t.deep + k, sizeof x);
+          sums[r][v] = add_nibble_products(sums[r][v], low, x);
+          sums[r][v + 1] = add_nibble_products(sums[r][v + 1], high, x);
+        }
       }
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      const int64_t at = g * PANEL + v * LANES;
-      const V scale = load(t.scales + at);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        const V sum = t.zeros ? minus_to_float(acc[r][v], t.zeros + at, t.sums[r * t.groups + g]) : minus_to_float(acc[r][v], 0);
-        float* total = totals[r] + v * LANES;
-        store(total, g > 0 ? add(load(total), mul(sum, scale)) : mul(sum, scale));
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDE; ++v) acc[r][v] = add_nibble_sums(acc[r][v], sums[r][v]);
+  }
+}
+
+template <int ROWS>
+void multiply_tile(const Tile& t) {
+  constexpr int WIDE = wide_of(ROWS);
+  alignas(64) float totals[ROWS][PANEL];
+  for (int64_t g = 0; g < t.groups; ++g) {
+    const int64_t first = g * t.group, end = std::min(t.deep, first + t.group);
+#pragma GCC unroll 2
+    for (int from = 0; from < VECTORS; from += WIDE) {
+      I acc[ROWS][WIDE];
+      add_group<ROWS, WIDE>(t, first, end, t.right + first / DEEP * BYTES + from / 2 * LINE, acc);
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDE; ++v) {
+        const int64_t at = g * PANEL + (from + v) * LANES;
+        const V scale = load(t.scales + at);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+          const V sum = t.zeros ? minus_to_float(acc[r][v], t.zeros + at, t.sums[r * t.groups + g]) : minus_to_float(acc[r][v], 0);
+          float* total = totals[r] + (from + v) * LANES;
+          store(total, g > 0 ? add(load(total), mul(sum, scale)) : mul(sum, scale));
+        }
       }
     }
   }

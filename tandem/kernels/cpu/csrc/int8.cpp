@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "calls.h"
 #include "dot8.h"
 
 namespace {
@@ -19,37 +20,45 @@ struct Tile {
   int64_t out_stride, columns;
 };
 
-template <int ROWS>
-void multiply_tile(const Tile& t) {
-  I acc[ROWS][VECTORS];
+// The outputs of WIDE vectors from vector `from` on.
+template <int ROWS, int WIDE>
+INLINE void multiply_vectors(const Tile& t, int from) {
+  I acc[ROWS][WIDE];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) acc[r][v] = no_sum();
-  const uint8_t* right = t.right;
+    for (int v = 0; v < WIDE; ++v) acc[r][v] = no_sum();
+  const uint8_t* right = t.right + from * LANES * DEEP;
   for (int64_t k = 0; k < t.deep; k += DEEP, right += PANEL * DEEP) {
-    Weight weight[VECTORS];
+    ask_ahead<WIDE * LANES * DEEP>(right);
+    Weight weight[WIDE];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) weight[v] = codes_of_weight(right + v * LANES * DEEP);
+    for (int v = 0; v < WIDE; ++v) weight[v] = codes_of_weight(right + v * LANES * DEEP);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       int32_t x;
       std::memcpy(&x, t.left + r * t.deep + k, sizeof x);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = add_products(acc[r][v], weight[v], x);
+      for (int v = 0; v < WIDE; ++v) acc[r][v] = add_products(acc[r][v], weight[v], x);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - v * LANES));
+    for (int v = 0; v < WIDE; ++v) {
+      const int64_t first = (from + v) * LANES;
+      const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - first));
       if (count <= 0) continue;
-      const V scale = mul(set1(t.row_scales[r]), load_n(t.column_scales + v * LANES, count));
+      const V scale = mul(set1(t.row_scales[r]), load_n(t.column_scales + first, count));
       V value = mul(minus_to_float(acc[r][v], 128 * t.row_sums[r]), scale);
-      if (t.bias) value = add(value, load_n(t.bias + v * LANES, count));
-      store_n(t.out + r * t.out_stride + v * LANES, value, count);
+      if (t.bias) value = add(value, load_n(t.bias + first, count));
+      store_n(t.out + r * t.out_stride + first, value, count);
     }
+}
+
+template <int ROWS>
+void multiply_tile(const Tile& t) {
+  for (int from = 0; from < VECTORS; from += wide_of(ROWS)) multiply_vectors<ROWS, wide_of(ROWS)>(t, from);
 }
 
 using TileFunction = void (*)(const Tile&);
