@@ -1,0 +1,48 @@
+"""Dense decoders of random weights, with all that a layer of one may have."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tandem.kernels import Kernels
+from tandem.layout.rotary import NO_SCALING, Rotary
+from tandem.layout.shapes import ModelShapes, Multipliers
+from tandem.model.decoder import Decoder
+from tandem.model.initialise import initialise
+
+QWEN3 = ModelShapes("qwen3", 67, 48, 2, 4, 2, 16, 80, 160, True, qk_norm=True)
+DENSE = {
+    "norms of queries and keys": QWEN3,
+    "biases, windows, one key head": replace(
+        QWEN3, num_key_value_heads=1, qk_norm=False, attention_bias=True, output_bias=True, mlp_bias=True, layer_windows=(None, 19)
+    ),
+    "norms after, from one, soft caps, GELU": replace(
+        QWEN3, post_norms=True, norms_from_one=True, scaled_embedding=True, score_cap=3.0, logit_cap=5.0, activation="gelu_pytorch_tanh",
+        layer_windows=(17, None), window_rotary=Rotary(500.0, NO_SCALING),
+    ),
+    "parallel blocks of centred norms, a layer without rotation": replace(QWEN3, parallel_blocks=True, centred_norms=True, unrotated_layers=(1,)),
+    "multipliers and sinks": replace(QWEN3, multipliers=Multipliers(residual=0.22, embedding=3.0), attention_sinks=True),
+}  # fmt: skip
+
+
+class OneByOne:
+    """The same kernels without their program of all layers."""
+
+    def __init__(self, inner: Kernels) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def packed(shapes: ModelShapes, kernels: Any) -> Decoder:
+    """Random weights without special values."""
+    decoder, generator = Decoder(shapes, kernels), torch.Generator().manual_seed(2)
+    initialise(decoder, 1)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.15 * noise)
+    decoder.pack()
+    return decoder
