@@ -33,7 +33,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     kind, threads = "cpu_s" if options.threads == 1 else "wall_s", str(options.threads)
     seconds_of = "CPU" if options.threads == 1 else "wall"
-    lines = ["# The engine before and after", "", machine(), "", f"{threads} threads. Best / median of a step, prefill included.", ""]
+    lines = ["# The engine before and after", "", machine(), "", f"Threads: {threads}. Best / median of a step, prefill included.", ""]
     lines += [f"| model | sequences | before, {seconds_of} ms | after | before / after | share of the matrix rate, before | after | greedy |", "|" + "---|" * 8]
     calls = count(1)
     for model in options.models:

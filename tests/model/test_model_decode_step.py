@@ -36,7 +36,8 @@ def rows_in_use() -> RowTensors:
 
 def cache_of(decoder: Decoder) -> list[KVLayer]:
     generator = torch.Generator().manual_seed(4)
-    caches = empty_cache((ROWS * COLUMNS, decoder.shapes.num_key_value_heads, decoder.shapes.head_dim), decoder.shapes.num_hidden_layers, torch.float32, torch.device("cpu"))
+    shape = (ROWS * COLUMNS, decoder.shapes.num_key_value_heads, decoder.shapes.head_dim)
+    caches = empty_cache(shape, decoder.shapes.num_hidden_layers, torch.float32, torch.device("cpu"))
     for cache in caches:
         cache.keys.normal_(generator=generator)
         cache.values.normal_(generator=generator)
