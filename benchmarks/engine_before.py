@@ -1,9 +1,10 @@
-"""The engine of this checkout and of another one in turn: CPU time a step at one thread, and whether greedy tokens agree.
+"""The engine of this checkout and of another one in turn: time a step, the share of the matrix rate, and whether greedy tokens agree.
 
 Random weights; sequences of 32 prompt and 128 new tokens at temperature 1. The share of the matrix rate is that of the products' operations in torch's own rate
-for large matrices, measured between the rounds. On shared cores the best of many short rounds says most.
+for large matrices, measured between the rounds. CPU time at one thread, wall time at several. On shared cores the best of many short rounds at one thread
+says most, and wall times say little.
 
-    python benchmarks/engine_before.py --before CHECKOUT [--models sort 3.7M] [--sequences 1 8 64] [--rounds 6]
+    python benchmarks/engine_before.py --before CHECKOUT [--models sort 3.7M] [--sequences 1 8 64] [--threads 1] [--rounds 6]
 """
 
 import sys
@@ -23,15 +24,17 @@ PROMPT, NEW = 32, 128
 
 
 def main() -> None:
-    made = parser(__doc__ or "", work="models and logs are")
+    made = parser(__doc__ or "", threads=1, work="models and logs are")
     made.add_argument("--before", type=Path, required=True, help="the checkout of another commit")
     made.add_argument("--models", nargs="+", choices=MODELS, default=["sort", "3.7M"])
     made.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     made.add_argument("--rounds", type=int, default=6)
     options = made.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    lines = ["# The engine before and after", "", machine(), "", "One thread. Best / median of a step, prefill included.", ""]
-    lines += ["| model | sequences | before, CPU ms | after | before / after | share of the matrix rate, before | after | greedy |", "|" + "---|" * 8]
+    kind, threads = "cpu_s" if options.threads == 1 else "wall_s", str(options.threads)
+    seconds_of = "CPU" if options.threads == 1 else "wall"
+    lines = ["# The engine before and after", "", machine(), "", f"Threads: {threads}. Best / median of a step, prefill included.", ""]
+    lines += [f"| model | sequences | before, {seconds_of} ms | after | before / after | share of the matrix rate, before | after | greedy |", "|" + "---|" * 8]
     calls = count(1)
     for model in options.models:
         folder = folder_of(model, options.work)
@@ -40,7 +43,7 @@ def main() -> None:
             sides = {
                 name: stack.enter_context(
                     Driven(
-                        name, [sys.executable, tree / "benchmarks/peers/tandem_engine.py", folder, "1", '{"max_model_len": 512}'], 1,
+                        name, [sys.executable, tree / "benchmarks/peers/tandem_engine.py", folder, threads, '{"max_model_len": 512}'], options.threads,
                         options.work / f"engine-before-{name}.log", {"PYTHONPATH": str(tree)},
                     )
                 )
@@ -53,8 +56,8 @@ def main() -> None:
                     call = next(calls)
                     for name, side in sides.items():
                         answer = side.ask(f"generate {call} {sequences} {PROMPT} {NEW} 1.0")
-                        took[name] += [answer["cpu_s"]] if number else []
-                    rates.append(sides["after"].ask("rate")["cpu_s"])
+                        took[name] += [answer[kind]] if number else []
+                    rates.append(sides["after"].ask("rate")[kind])
                 greedy = [side.ask(f"generate {call} {sequences} {PROMPT} 16 0")["token_ids"] for side in sides.values()]
                 (best, median), (own, own_median) = (best_and_median(took[name]) for name in ("before", "after"))
                 shares = [flops(model, sequences, PROMPT, NEW) / seconds / max(rates) for seconds in (best, own)]

@@ -31,12 +31,16 @@ from tandem.engine.llm import LLM
 from tandem.engine.processing.input_processor import InputProcessor
 from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.kernels.cpu.decode_step import CpuDecodeProgram, CpuRowRecorder
+from tandem.kernels.cpu.dense_program import CpuDenseProgram
 from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.model.decoder import Decoder
 from tandem.pod.prompts import prompt_source
 
 SEQUENCES, TOKENS = 256, 32
 PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
+    "decoding steps in one call": [(CpuDecodeProgram, ("run",))],
+    "all layers of a step with prompts": [(CpuDenseProgram, ("run",))],
     "products of the layers": [(CpuKernels, ("linear_packed", "gated_mlp_packed"))],
     "attention": [(CpuKernels, ("paged_attention",))],
     "rotary embedding, keys and values to the cache": [(CpuKernels, ("rope_to_cache",))],
@@ -44,7 +48,7 @@ PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
     "the decoder's Python and torch": [(Decoder, ("forward", "logits"))],
     "softmax, draws and log-probabilities": [(CpuKernels, ("sample_rows",))],
     "random numbers and Python around the draws": [(ModelRunner, ("_sample", "_next_uniforms"))],
-    "recording, ends of sequences": [(ModelRunner, ("synchronize", "_record")), (EngineCore, ("_stopped",))],
+    "recording, ends of sequences": [(ModelRunner, ("synchronize", "_record")), (CpuRowRecorder, ("record",)), (EngineCore, ("_stopped",))],
     "scheduler and block tables": [(Scheduler, ("schedule", "finish")), (InputBatch, ("update",))],
     "input of a step": [(ModelRunner, ("_prepare_inputs", "_select")), (InputBatch, ("join",))],
     "requests": [(Engine, ("add_request", "check_request")), (InputProcessor, ("request", "start")), (Scheduler, ("add_group",)), (LLM, ("generate",))],

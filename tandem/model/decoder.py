@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, TokenLogprobs
+from tandem.kernels.api import KVLayer, PackedWeight, TokenLogprobs
+from tandem.kernels.decode_step import DecodeProgram, DecodeRows
+from tandem.kernels.dense_layers import DenseProgram
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.mixed import head_kernels
 from tandem.layout.pipeline_stages import Span
@@ -71,12 +73,26 @@ class Decoder(DecoderWeights):
             if self._packed is None:
                 return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora, span, received, aux)
             has_more = router_logits is not None or lora is not None or span is not None or aux is not None
-            if isinstance(attention, PagedContext) and self.group is None and not has_more:
-                program = self._packed.program(self.kernels, self.norm.weight, self.shapes.norms_from_one, self.rotary_tables, self.rotary_order)
+            if isinstance(attention, PagedContext) and not has_more:
+                program = self.dense_program()
                 if program is not None and len(tokens) <= program.most_tokens:
                     caches = cast("Sequence[KVLayer]", attention.caches)
                     return program.run(self._embed(tokens, self._collectives), positions, caches, attention.batch, attention.wanted)
             return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received, aux)
+
+    def dense_program(self) -> DenseProgram | None:
+        """Returns the packed layers of a whole model as the kernels' program; ``None`` where they have none for them."""
+        if self._packed is None or self.group is not None:
+            return None
+        return self._packed.program(self.kernels, self.norm.weight, self.shapes.norms_from_one, self.rotary_tables, self.rotary_order)
+
+    def decode_program(self, rows: DecodeRows) -> DecodeProgram | None:
+        """Returns the program of a decoding step of an engine's ``rows``; ``None`` where the kernels have none for it."""
+        program = self.dense_program()
+        if program is None or self._packed is None or not isinstance(self._packed_head, PackedWeight):
+            return None
+        embedding = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
+        return self._packed.decode_program(program, embedding, self._packed_head, self.shapes, rows)
 
     def _run(
         self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,

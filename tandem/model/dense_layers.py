@@ -5,8 +5,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.decode_step import DecodeEnds, DecodeProgram, DecodeRows, decode_program
 from tandem.kernels.dense_layers import DenseLayer, DenseOutput, DenseProduct, DenseProgram, dense_program
 from tandem.kernels.quantized import PackedQuantized
+from tandem.layout.shapes import ModelShapes
+from tandem.model.embedding_scale import embedding_factor
 from tandem.model.layer import factor_of_norm
 from tandem.model.layer_weights import LayerWeights, Written
 
@@ -21,6 +24,9 @@ class PackedLayers(list[LayerWeights]):
         super().__init__(layers)
         self._made_of: tuple[object, object] = (None, None)
         self._program: DenseProgram | None = None
+        self._decode_made_of: tuple[int, ...] = ()
+        self._decode_keeps: tuple[object, ...] = ()
+        self._decode_program: DecodeProgram | None = None
 
     def program(
         self, kernels: Kernels, norm: Tensor, norms_from_one: bool, tables: tuple[Tensor, ...], order: Tensor | None
@@ -33,6 +39,19 @@ class PackedLayers(list[LayerWeights]):
             self._program = dense_program(kernels, known, factor_of_norm(norm, norms_from_one)) if len(known) == len(dense) else None
             self._made_of = norm, tables
         return self._program
+
+    def decode_program(
+        self, program: DenseProgram, embedding: Tensor | PackedWeight, head: PackedWeight, shapes: ModelShapes, rows: DecodeRows
+    ) -> DecodeProgram | None:
+        """Returns ``program`` with ``embedding`` and ``head`` of a model of ``shapes`` as that of a step of ``rows``; ``None`` where the kernels have none."""
+        # Other weights may be put in the place of an embedding's, which stays the same parameter.
+        address = embedding.data.data_ptr() if isinstance(embedding, PackedWeight) else embedding.data_ptr()
+        made_of = (*map(id, (program, embedding, head, rows)), address)
+        if made_of != self._decode_made_of:
+            factor, scaling = embedding_factor(shapes, embedding.data.dtype), 1.0 / shapes.multipliers.logits_scaling
+            self._decode_program = decode_program(program, DecodeEnds(embedding, factor, head, scaling, shapes.logit_cap), rows)
+            self._decode_made_of, self._decode_keeps = made_of, (program, embedding, head, rows)
+        return self._decode_program
 
 
 def dense_layer(weights: LayerWeights, tables: Sequence[Tensor]) -> DenseLayer | None:

@@ -15,6 +15,7 @@ from listed_families import BY_OTHERS, TINY, Tiny
 
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, empty_latent_cache, select, stored_dtype
+from tandem.kernels.mixed import in_precision
 from tandem.model.decoder import Decoder, PackedContext, PagedContext
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
@@ -34,6 +35,14 @@ def one_thread() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     try:
         return select(request.param)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def cpu_kernels(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return in_precision(select("cpu"), request.param, torch.device("cpu"))
     except UserError as error:
         pytest.skip(str(error))
 

@@ -10,7 +10,6 @@ from dense_programs import DENSE, LENGTHS, QWEN3, OneByOne, packed, steps
 from torch import Tensor
 
 from tandem.kernels import Kernels, QuantizedWeight, select
-from tandem.kernels.mixed import in_precision
 from tandem.model import decoder as decoder_module
 from tandem.model.quantization.scheme import Scheme, Stored, round_to_nearest, scheme_named
 
@@ -43,11 +42,6 @@ def as_folder(name: str) -> Callable[[int, Tensor], Stored]:
 
 
 NAMES = [*FORMATS, "int4 by importance", "w4a8 by importance", "each another"]
-
-
-@pytest.fixture(params=["fp32", "bf16"])
-def cpu_kernels(request: pytest.FixtureRequest) -> Kernels:
-    return in_precision(select("cpu"), request.param, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shapes", ["norms of queries and keys", "biases, windows, one key head"])

@@ -10,7 +10,6 @@ from dense_programs import DENSE, LENGTHS, QWEN3, OneByOne, packed, steps
 from torch import Tensor
 
 from tandem.kernels import Kernels, PagedBatch, empty_cache, select
-from tandem.kernels.mixed import in_precision
 from tandem.layout.expert_shapes import ExpertShapes
 from tandem.model import decoder as decoder_module
 from tandem.model.attention import PagedContext
@@ -23,13 +22,6 @@ OTHERS = {
     "norms of all heads together": replace(QWEN3, qk_norm_all_heads=True),
     "without norms before": replace(QWEN3, pre_norms=False, post_norms=True),
 }
-
-
-@pytest.fixture(params=["fp32", "bf16"])
-def cpu_kernels(request: pytest.FixtureRequest, kernels: Kernels) -> Kernels:
-    if kernels.name != "cpu":
-        pytest.skip("kernels in plain torch have no calls to save")
-    return in_precision(kernels, request.param, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,6 +3,7 @@
 A step reads and writes it with a few vector operations; Python handles a single sequence only when it joins, leaves or enters another block.
 """
 
+import math
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 
@@ -15,8 +16,11 @@ from tandem.engine.executor.row_tensors import RowTensors, to_device
 from tandem.engine.kv_cache.block_pool import BlockChange, blocks_for
 from tandem.engine.sample.logits_processors import Position
 from tandem.engine.sample.logprobs import top_logprobs
-from tandem.kernels.api import BLOCK_TOKENS, SampledRows
-from tandem.types import WeightVersion
+from tandem.kernels.api import BLOCK_TOKENS, Kernels, SampledRows
+from tandem.kernels.decode_step import DrawnRows, RowRecorder, row_recorder
+from tandem.types import RunError, WeightVersion
+
+NOT_FINITE = "the model's logits are not finite numbers; check the weights that were loaded last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class InputBatch:
         self.drawn_tokens = torch.empty(rows, max_model_len, dtype=torch.int64)
         self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=logprob_dtype)
         self._drawn_raw, self._drawn_sampling = self.drawn_logprobs
+        self._recorder: RowRecorder | None = None
         self.sequences: dict[int, Sequence] = {}
         self.with_logits_processors: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
@@ -210,8 +215,21 @@ class InputBatch:
             for (_, sequence), entries in zip(asking, rows, strict=True):
                 sequence.top_logprobs.append(entries)
 
-    def record(self, selected: SelectedRows, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
-        """Records one drawn token for each selected row; returns which rows [R] have ended by length or stop token."""
+    def use_recorder(self, kernels: Kernels) -> None:
+        """Records from now on with what ``kernels`` have for it."""
+        rows = DrawnRows(self.host.length, self.host.last_token, self.start, self.limit, self.drawn_tokens, self._drawn_raw, self._drawn_sampling)
+        self._recorder = row_recorder(kernels, rows)
+
+    def record(self, selected: SelectedRows, sampled: SampledRows) -> list[int]:
+        """Records one drawn token, on the CPU, for each selected row; returns the rows that have ended by length or stop token. Raises ``RunError``, and
+        records nothing, where a log-probability is not finite."""
+        if self._recorder is not None:
+            recorded = self._recorder.record(selected.index, self.stop_tokens, sampled)
+            if recorded is None:
+                raise RunError(NOT_FINITE)
+            return recorded
+        check_finite(sampled)
+        tokens, raw, sampling = sampled
         index = selected.index
         length = self.host.length.index_select(0, index)
         column = length - selected.start
@@ -224,8 +242,9 @@ class InputBatch:
         length += 1
         # The length is written last, so that an interrupted step leaves the rows unchanged.
         self.host.length.put_(index, length)
-        ended: Tensor = (length >= selected.limit) | (tokens.unsqueeze(1) == selected.stop_tokens).any(1)
-        return ended
+        ended = (length >= selected.limit) | (tokens.unsqueeze(1) == selected.stop_tokens).any(1)
+        at_end: list[int] = index[ended].tolist() if ended.any() else []
+        return at_end
 
     def record_spans(self, selected: SelectedRows, spans: Series[Series[int]], first: Series[int], sampled: SampledRows) -> None:
         """Records ``spans[i]``, the tokens that row i of ``selected`` has drawn in one step. ``sampled``: of all positions; those of row i begin at
@@ -312,3 +331,9 @@ class InputBatch:
         counts: list[int] = (self.host.length[index] - self.start[index] - starts).tolist()
         place = (starts.unsqueeze(1) + torch.arange(max(counts))).clamp_(max=self.drawn_tokens.shape[1] - 1)
         return index.unsqueeze(1), place, counts
+
+
+def check_finite(sampled: SampledRows) -> None:
+    """Raises ``RunError`` where a log-probability is not finite."""
+    if not math.isfinite(float(sampled.raw.sum())):
+        raise RunError(NOT_FINITE)

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.executor.forward import Computed, forward
 from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep, to_host
-from tandem.engine.executor.input_batch import InputBatch, SelectedRows
+from tandem.engine.executor.input_batch import InputBatch, SelectedRows, check_finite
 from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.row_tensors import to_device
@@ -28,11 +29,10 @@ from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.engine.spec_decode.state_proposer import StateProposer
-from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, KVLayer, SampledRows
 from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
-from tandem.types import RunError
 
 StopCheck = Callable[[tuple[int, ...], Tensor], list[int]]
 """Maps rows that have just drawn a token, and these tokens [R] on the CPU, to those that end for a reason other than length or a stop token."""
@@ -76,6 +76,8 @@ class ModelRunner:
         self._selected: SelectedRows | None = None
         self._last: tuple[SelectedRows, ModelInput] | None = None
         self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
+        self._decode_rows = None if ranks is not None or batch.is_mirrored or self._reader is not None else batch.host.decode_rows
+        batch.use_recorder(decoder.kernels)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -92,10 +94,11 @@ class ModelRunner:
             return InFlightStep(output)
         drafts = self._propose_drafts(output)
         selected = self._select(output)
-        if self.graphs is not None and not (output.prefills or drafts or self.batch.needs_host):
-            self._last = None
-            sampled = self.graphs.run(selected.device_index, self.batch.width(selected.index))
-            return InFlightStep(output, selected, *to_host(sampled))
+        if not (output.prefills or drafts or self.batch.needs_host):
+            sampled = self._decode_at_once(selected)
+            if sampled is not None:
+                self._last, self._uniforms = None, (None, [])
+                return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
         reader, keeps = self._reader, self._reader is not None and self._reader.keeps(len(output.decode_rows))
@@ -173,6 +176,15 @@ class ModelRunner:
             if draft and accepted[row] < len(draft):
                 self._state_copies.append(BlockCopy(self._draft_rows[at + accepted[row]], row))
             at += len(draft)
+
+    def _decode_at_once(self, selected: SelectedRows) -> SampledRows | None:
+        """Draws the next token of each selected row by a graph, or by one call of the kernels; ``None`` where there is neither."""
+        if self.graphs is not None:
+            return self.graphs.run(selected.device_index, self.batch.width(selected.index))
+        program = None if self._decode_rows is None else self.decoder.decode_program(self._decode_rows)
+        if program is None or len(selected.rows) > program.most_rows:
+            return None
+        return program.run(cast("list[KVLayer]", self.caches), selected.index)
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""
@@ -262,15 +274,8 @@ class ModelRunner:
 
     def _record(self, selected: SelectedRows, sampled: SampledRows, ended: list[int], stopped: StopCheck) -> None:
         """Records the drawn tokens of the selected rows, which are on the CPU. Adds rows that end to ``ended``."""
-        self._check_finite(sampled)
-        has_ended = self.batch.record(selected, *sampled)
-        if has_ended.any():
-            ended += selected.index[has_ended].tolist()
+        ended += self.batch.record(selected, sampled)
         ended += stopped(selected.rows, sampled.tokens)
-
-    def _check_finite(self, sampled: SampledRows) -> None:
-        if not math.isfinite(float(sampled.raw.sum())):
-            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
 
     def _verify_drafts(
         self, logits: Tensor, selected: SelectedRows, drafts: list[list[int]], ended: list[int], stopped: StopCheck
@@ -289,7 +294,7 @@ class ModelRunner:
         # Rows advance by several positions, so the numbers that were computed ahead are no longer theirs.
         self._uniforms = (None, [])
         sampled = SampledRows(*(values.to("cpu") for values in sampled))
-        self._check_finite(sampled)
+        check_finite(sampled)
         tokens = sampled.tokens.tolist()
         limits = (selected.limit - self.batch.host.length.index_select(0, selected.index)).tolist()
         stops, spans, at_end = selected.stop_tokens.tolist(), list[list[int]](), list[int]()

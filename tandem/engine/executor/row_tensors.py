@@ -9,6 +9,7 @@ from tandem.engine.kv_cache.block_pool import BlockChange
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import SamplingMetadata
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
+from tandem.kernels.decode_step import DecodeRows
 
 
 class RowTensors:
@@ -32,6 +33,12 @@ class RowTensors:
             self.top_p[self.padding] = 1.0
             self.length[self.padding] = 1
             self.block_tables[self.padding] = scratch_block
+
+    @property
+    def decode_rows(self) -> DecodeRows:
+        """The state as the kernels' decoding step reads it."""
+        numbers = self.temperature, self.top_p, self.min_p
+        return DecodeRows(self.last_token, self.length, self.random_key, self.top_k, *numbers, self.block_tables)
 
     def fill(self, index: Tensor, integers: Tensor, numbers: Tensor) -> None:
         """Sets the rows ``index[R]`` to ``integers[4, R]`` int64 (last token, length, random key, top-k) and ``numbers[3, R]`` fp32

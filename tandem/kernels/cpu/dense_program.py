@@ -8,8 +8,10 @@ from torch import Tensor, float32, int64
 from tandem.kernels.api import KVLayer, PagedBatch
 from tandem.kernels.cpu.attention_calls import MAX_HEAD, batch_indices, cache_addresses, raise_for_attention, raise_for_rope
 from tandem.kernels.cpu.calls import ACTIVATIONS, dense, indices, shape_error
+from tandem.kernels.cpu.decode_step import CpuDecodeProgram, is_decodable
 from tandem.kernels.cpu.dense_matrix import Matrix, described, has_format
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.decode_step import DecodeEnds, DecodeRows
 from tandem.kernels.dense_layers import DenseLayer, DenseProduct
 
 FP32, BF16, BF16_ROUNDED = range(3)
@@ -36,7 +38,7 @@ class CpuDenseProgram:
     """See ``DenseProgram``. ``precision``: of the products."""
 
     def __init__(self, library: Library, layers: Sequence[DenseLayer], norm: Tensor, precision: int) -> None:
-        self._call = library.dense_layers
+        self._library, self._call = library, library.dense_layers
         self._precision = precision
         self.most_tokens = max(_FEWEST_TOKENS, _WORKING_BYTES // _row_bytes(layers))
         self._tensors = layers, norm  # what is read by address
@@ -65,11 +67,25 @@ class CpuDenseProgram:
             self._norm, residual.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         if code:
-            blocks = len(caches[0].keys)
-            raise_for_rope(code - _IN_ROPE, min(self._positions, default=1), blocks)
-            raise_for_attention(code - _IN_ATTENTION, self._heads[0][2], blocks)
+            self.raise_for(code, len(caches[0].keys))
             raise IndexError(f"a wanted row is outside 0..{tokens - 1}, or there are more than {tokens}")
         return out
+
+    def decode_program(self, ends: DecodeEnds, rows: DecodeRows) -> CpuDecodeProgram | None:
+        """See ``kernels.decode_step``."""
+        hidden = self._tensors[0][0].hidden_size
+        # Logits are not rounded to bf16 with any precision.
+        return CpuDecodeProgram(self._library, self, ends, rows, self._precision != FP32) if is_decodable(ends, rows, hidden) else None
+
+    def at(self, caches: Sequence[KVLayer]) -> tuple[int, ...]:
+        """Returns the first arguments of calls that compute all layers over ``caches``: layers and their number, caches, precision, the last norm."""
+        self._use(caches)
+        return *self._at, self._norm
+
+    def raise_for(self, code: int, blocks: int) -> None:
+        """Raises what a ``code`` from 10 on of ``tandem_dense_layers`` means, with caches of ``blocks`` blocks."""
+        raise_for_rope(code - _IN_ROPE, min(self._positions, default=1), blocks)
+        raise_for_attention(code - _IN_ATTENTION, self._heads[0][2], blocks)
 
     def _use(self, caches: Sequence[KVLayer]) -> None:
         """Describes ``caches`` where they are others than in the last call."""

@@ -25,10 +25,12 @@ from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.bf16_calls import Bf16Calls
 from tandem.kernels.cpu.calls import Calls, dense
+from tandem.kernels.cpu.decode_step import CpuRowRecorder, is_recordable
 from tandem.kernels.cpu.dense_program import BF16, BF16_ROUNDED, FP32, CpuDenseProgram, is_computable
 from tandem.kernels.cpu.gated_delta import CpuPasses
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls, side_by_side_weights
+from tandem.kernels.decode_step import DrawnRows
 from tandem.kernels.dense_layers import DenseLayer
 from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
@@ -114,6 +116,10 @@ class CpuKernels:
     def dense_program(self, layers: Sequence[DenseLayer], norm: Tensor) -> CpuDenseProgram | None:
         """See ``kernels.dense_layers``."""
         return CpuDenseProgram(self._library, layers, norm, self._precision) if is_computable(layers, norm) else None
+
+    def row_recorder(self, rows: DrawnRows) -> CpuRowRecorder | None:
+        """See ``kernels.decode_step``."""
+        return CpuRowRecorder(self._library, rows) if is_recordable(rows) else None
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         if _wants_grad(x, weight, None):

@@ -40,6 +40,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_attention_backward": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _F, _N, _F, _P, _P, _P)),
     "sinks_backward": (None, (_P, _P, _P, _P, _N, _N, _N, _P)),
     "dense_layers": (_I, (_P, _N, _P, _I, _N, _P, _P, _P, _P, _P, _N, _N, _P, _N, _P, _P, _P)),
+    "decode_step": (_I, (_P, _N, _P, _I, _P, _P, _P, _P, _N, _P, _P, _P)),
+    "record": (_I, (_P, _P, _N, _P, _N, _P, _P, _P, _P)),
     "logprobs": (_I, (_P, _P, _N, _N, _F, _P, _P, _P, _P)),
     "logprobs_backward": (None, (_P, _N, _P, _N, _N, _N, _F, _F, _P, _N, _P, _P, _P)),
     "int8_packed_bytes": (_N, (_N, _N)),

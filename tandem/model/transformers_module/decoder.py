@@ -64,6 +64,9 @@ class TransformersDecoder(Decoder):
     def device(self) -> torch.device:
         return self.embed_tokens.device
 
+    def dense_program(self) -> None:
+        """Returns ``None``: the module computes its layers itself."""
+
     @property
     def head_weight(self) -> Tensor:
         head: Tensor = self.network.get_output_embeddings().weight

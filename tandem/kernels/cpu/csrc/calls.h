@@ -26,4 +26,8 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
                            int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size, const int32_t* query_start,
                            const int32_t* context_lens, const int32_t* block_tables, int64_t sequences, int64_t table_width, float scale,
                            int64_t window, float cap, const float* sinks, float* out);
+void tandem_soft_cap(const float* x, int64_t rows, int64_t width, float cap, float* out);
+int tandem_packed_rows(const float* packed, int64_t n, int64_t k, const int64_t* rows, int64_t count, float* out);
+int tandem_sample(const float* logits, int64_t rows, int64_t width, const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p,
+                  const double* uniform, int64_t* tokens, float* raw, float* sampling);
 }

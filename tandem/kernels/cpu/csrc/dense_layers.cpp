@@ -9,6 +9,7 @@
 
 #include "batch_parts.h"
 #include "calls.h"
+#include "dense_layers.h"
 #include "dense_matrix.h"
 #include "direct.h"
 #include "parallel.h"
@@ -111,16 +112,8 @@ struct Widths {
 // parameters take 0.75 to 0.82 of the time from 8 rows on, and 84M 1.04 to 1.16.
 constexpr int64_t ROWS_OF_A_PART = 4, BYTES_IN_CACHE = 32 << 20;
 
-struct Model {
-  const DenseLayer* layers;
-  int64_t count;
-  const DenseCache* caches;
-  int precision;
-  const float* norm;
-};
-
 // Computes all layers of `batch`, and the final norm of the wanted rows to the rows `places` of `out`, or of all to its rows in order where `places` is null.
-int run_layers(const Model& model, const FlatBatch& batch, const int64_t* places, float* residual, float* out) {
+int run_layers(const DenseModel& model, const FlatBatch& batch, const int64_t* places, float* residual, float* out) {
   thread_local Scratch memory;
   const Widths each(model.layers, model.count);
   float* at = memory.floats(batch.tokens * each.all());
@@ -144,7 +137,7 @@ int run_layers(const Model& model, const FlatBatch& batch, const int64_t* places
 
 // The bounds, in sequences, of the parts that threads compute from the first layer to the last without waiting for each other; one part where they would
 // have to, or where each would have few rows.
-std::vector<int64_t> parts_of(const Model& model, const FlatBatch& batch) {
+std::vector<int64_t> parts_of(const DenseModel& model, const FlatBatch& batch) {
   const DenseLayer& layer = model.layers[0];
   int64_t row_work = 0, weight_bytes = 0;
   for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
@@ -161,6 +154,30 @@ std::vector<int64_t> parts_of(const Model& model, const FlatBatch& batch) {
 
 }  // namespace
 
+int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work) {
+  const int64_t hidden = model.layers->output.rows;
+  const auto run = [&](const FlatBatch& own, int64_t first, const int64_t* places, float* to) {
+    int code = work ? work->before(first, own.tokens) : 0;
+    if (code == 0) code = run_layers(model, own, places, residual + first * hidden, to);
+    return code == 0 && work ? work->after(first, own.tokens) : code;
+  };
+  const std::vector<int64_t> bounds = parts_of(model, batch);
+  const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
+  if (parts == 1) return run(batch, 0, nullptr, out);
+  Failure failure;
+  std::atomic<int> code{0};
+#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(parts))
+  for (int64_t i = 0; i < parts; ++i)
+    failure.guard([&] {
+      const BatchPart part(batch, bounds[static_cast<size_t>(i)], bounds[static_cast<size_t>(i) + 1]);
+      const bool has_places = batch.wanted_count >= 0;
+      const int own = run(part.batch, part.first_row, has_places ? part.places.data() : nullptr, has_places ? out : out + part.first_row * hidden);
+      if (own) code = own;
+    });
+  failure.raise();
+  return code.load();
+}
+
 extern "C" {
 
 // out = the norm of the residual stream behind `count` layers, of the wanted rows in their order, or of all with a count below 0. residual[tokens, hidden] is
@@ -172,24 +189,8 @@ int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCach
   return or_out_of_memory([&] {
     for (int64_t i = 0; i < wanted_count; ++i)
       if (wanted_count > tokens || wanted[i] < 0 || wanted[i] >= tokens) return 1;
-    const Model model = {layers, count, caches, precision, norm};
     const FlatBatch batch = {tokens, positions, slots, query_start, context_lens, block_tables, sequences, table_width, wanted, wanted_count};
-    const std::vector<int64_t> bounds = parts_of(model, batch);
-    const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
-    if (parts == 1) return run_layers(model, batch, nullptr, residual, out);
-    Failure failure;
-    std::atomic<int> code{0};
-#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(parts))
-    for (int64_t i = 0; i < parts; ++i)
-      failure.guard([&] {
-        const BatchPart part(batch, bounds[static_cast<size_t>(i)], bounds[static_cast<size_t>(i) + 1]);
-        const int64_t begin = part.first_row * layers->output.rows;
-        const bool has_places = wanted_count >= 0;
-        const int own = run_layers(model, part.batch, has_places ? part.places.data() : nullptr, residual + begin, has_places ? out : out + begin);
-        if (own) code = own;
-      });
-    failure.raise();
-    return code.load();
+    return run_dense_layers({layers, count, caches, precision, norm}, batch, residual, out, nullptr);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "calls.h"
 #include "direct.h"
 #include "gemm.h"
 #include "parallel.h"

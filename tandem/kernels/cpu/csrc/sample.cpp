@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "calls.h"
 #include "direct.h"
 #include "filter.h"
 #include "parallel.h"

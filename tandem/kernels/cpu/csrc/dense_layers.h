@@ -1,0 +1,29 @@
+// All layers of a dense decoder (dense_layers.cpp), for calls that compute more of a step.
+#pragma once
+
+#include "batch_parts.h"
+
+struct DenseLayer;
+struct DenseCache;
+
+struct DenseModel {
+  const DenseLayer* layers;
+  int64_t count;
+  const DenseCache* caches;
+  int precision;
+  const float* norm;
+};
+
+// What a step computes of the rows `first` to `first + rows` of its batch before and after all layers, called by the thread that computes those. Both return
+// 0, or a code with which the step ends.
+class RowWork {
+ public:
+  virtual int before(int64_t first, int64_t rows) const = 0;  // writes the residual stream
+  virtual int after(int64_t first, int64_t rows) const = 0;   // reads the last norm
+
+ protected:
+  ~RowWork() = default;
+};
+
+// As tandem_dense_layers, which says what it returns. With `work` all rows are wanted.
+int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work);
