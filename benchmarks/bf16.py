@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bounds import with_bound
 from engine_models import flops
 from engine_parts import Sides
-from engine_report import with_bound
 from machine import HERE, Driven, machine, peer_python, write_ratios, write_report
 from options import parser
 from training import LENGTH, SEQUENCES, model_folder, operations, write_batches

@@ -7,6 +7,9 @@ its ``on_step_begin`` and ``on_step_end``. Both compute the reference's log-prob
 pairs in the same order with the same tokens (asserted) and the same constant learning rate, so that the losses must agree, step by step, but for the order of
 sums. The sides are processes of their own that take turns, step by step. CPU seconds are those of all threads and child processes. The first step of each
 side is not counted. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
+
+The bound of a ratio of seconds is what it would be with nothing but the matrix products of the update, over the tokens of these pairs, at the rate of
+torch's product measured between the steps (``bounds.py``).
 """
 
 import json
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from bounds import FORWARD_AND_BACKWARD, forward_flops, least_s, with_bound
 from family_memory import Bytes, peak_of
 from grpo_step import start_of, take_steps
 from machine import HERE, ROOT, Driven, best_and_median, machine, peer_python, write_ratios, write_report
@@ -30,6 +34,8 @@ from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.jobs.data_run.train_data import open_datasets, open_stream
+from tandem.layout.shapes import ModelShapes
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.text.tokenizer import Tokenizer
 
 OURS = {"tandem": False, "tandem, share_prompts": True}
@@ -65,6 +71,24 @@ class Side:
         return best_and_median([step[kind] for step in self.steps])
 
 
+@dataclass(frozen=True)
+class Work:
+    """The model's ``shapes``, and the tokens of the pairs of ``steps`` steps (prompt, chosen, rejected) in ``lengths``; ``rates`` of torch's matrix product
+    between the steps."""
+
+    shapes: ModelShapes
+    steps: int
+    lengths: list[tuple[int, int, int]]
+    rates: list[dict[str, float]]
+
+    def flops(self, *, share_prompts: bool) -> float:
+        """Operations of the products of one step, with every prompt once or in both of its sequences. The last token of a sequence is never fed."""
+        answers = sum(chosen + rejected for _, chosen, rejected in self.lengths)
+        prompts, pairs = sum(prompt for prompt, _, _ in self.lengths), len(self.lengths)
+        tokens, states = answers - 2 * pairs + (1 if share_prompts else 2) * prompts, answers - pairs * share_prompts
+        return FORWARD_AND_BACKWARD * forward_flops(self.shapes, tokens, states) / self.steps
+
+
 def write_pairs(load: WorkLoad, count: int, path: Path) -> None:
     """Writes ``count`` preference pairs: digits, the right order, and one with two digits exchanged or one misread."""
     draw = random.Random(0)
@@ -92,11 +116,11 @@ def run_recipe(load: WorkLoad, model: Path, folder: Path, steps: int, threads: i
     return recipe
 
 
-def write_order(recipe: PretrainRecipe, model: Path, steps: int, path: Path) -> None:
-    """Writes the pairs in the order in which our run takes them, as texts and as tokens."""
+def write_order(recipe: PretrainRecipe, model: Path, steps: int, path: Path) -> list[tuple[int, int, int]]:
+    """Writes the pairs in the order in which our run takes them, as texts and as tokens. Returns the tokens of each (prompt, chosen, rejected)."""
     ((_, files),) = open_datasets(recipe.data)
     stream = open_stream(files, recipe.data.sequence_length, recipe.run.seed, examples=True, each=2)
-    tokenizer = Tokenizer.from_folder(model)
+    tokenizer, lengths = Tokenizer.from_folder(model), list[tuple[int, int, int]]()
     with path.open("w", encoding="utf-8") as file:
         for index in range(steps * recipe.data.global_batch_size):
             row: dict[str, Any] = {}
@@ -104,11 +128,13 @@ def write_order(recipe: PretrainRecipe, model: Path, steps: int, path: Path) -> 
                 tokens, learned = list(piece.tokens), list(piece.learned or ())
                 start = learned.index(1)
                 row |= {"prompt": tokenizer.decode(tokens[:start]), name: tokenizer.decode(tokens[start:-1]), f"{name}_token_ids": tokens}
+            lengths.append((start, len(row["chosen_token_ids"]) - start, len(row["rejected_token_ids"]) - start))
             file.write(json.dumps(row) + "\n")
+    return lengths
 
 
-def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[str, Side]:
-    """The counted steps of each side, taken in turn."""
+def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> tuple[dict[str, Side], Work]:
+    """The counted steps of each side, taken in turn, and what they had to do."""
     load, model, whole = WORK_LOADS[name], start_of(name, work), 1 + steps + MEMORY_STEPS
     with tempfile.TemporaryDirectory(dir=work) as temporary, ExitStack() as stack:
         folder = Path(temporary)
@@ -121,7 +147,8 @@ def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[
             own.mkdir()
             (own / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False), encoding="utf-8")
             commands[side] = [sys.executable, HERE / "peers" / "tandem_run.py", own]
-        write_order(recipe, model, whole, folder / "order.jsonl")
+        lengths = write_order(recipe, model, whole, folder / "order.jsonl")
+        made = Work(read_shapes(model), steps, lengths[load.pairs : load.pairs * (steps + 1)], [])
         trainer = recipe.trainer
         settings = {
             "threads": threads, "output": str(folder / "output"), "batch": load.pairs, "micro_batches": 1, "beta": recipe.algorithm.beta,
@@ -134,11 +161,13 @@ def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[
             side: stack.enter_context(Driven(side, command, threads, work / f"dpo-step-{number}.log"))
             for number, (side, command) in enumerate(commands.items())
         }
+        rate = stack.enter_context(Driven("matrix rate", [sys.executable, HERE / "peers" / "matrix_rate.py"], threads, work / "dpo-step-rate.log"))
         sides = {side: Side() for side in driven}
         for side, process in driven.items():
             # Our first step was taken when the side answered.
             sides[side].losses.append((process.ready if side in OURS else process.ask("step"))["loss"])
         for step in range(steps):
+            made.rates.append(rate.ask("rate"))
             for side, process in driven.items():
                 took = process.ask("step")
                 sides[side].steps.append(took)
@@ -146,10 +175,10 @@ def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[
                 print(f"{name}, threads {threads}, step {step}, {side}: {took}", file=sys.stderr, flush=True)
         for side, process in driven.items():
             sides[side].peak = peak_of(process.process.pid, partial(take_steps, process, MEMORY_STEPS)).peak
-    return sides
+    return sides, made
 
 
-def tables(name: str, threads: int, sides: dict[str, Side], promises: list[dict[str, Any]]) -> list[str]:
+def tables(name: str, threads: int, sides: dict[str, Side], made: Work, promises: list[dict[str, Any]]) -> list[str]:
     """The part of the report of one work load; appends to ``promises``."""
     lines = [f"## {name}, {threads} thread{'s' if threads > 1 else ''}", ""]
     lines += ["| side | CPU s | wall s | peak MiB | private | shared memory | libraries |", "|---|---|---|---|---|---|---|"]
@@ -160,7 +189,8 @@ def tables(name: str, threads: int, sides: dict[str, Side], promises: list[dict[
         lines.append(f"| {side} | {cpu} | {wall} | {sizes} |")
     theirs, kind = sides["TRL"], "cpu_s" if threads == 1 else "wall_s"
     lines += ["", "| TRL over ours | CPU s | wall s | peak memory, ours over TRL's | losses apart, relative: most, first step, last |", "|---|---|---|---|---|"]
-    for side in OURS:
+    bounds: list[str] = []
+    for side, shares in OURS.items():
         ours = sides[side]
         ratios = {clock: [b / a for a, b in zip(ours.seconds(clock), theirs.seconds(clock), strict=True)] for clock in ("cpu_s", "wall_s")}
         memory = ours.peak.total / theirs.peak.total
@@ -169,7 +199,14 @@ def tables(name: str, threads: int, sides: dict[str, Side], promises: list[dict[
         lines.append(f"| {side} | {cells[0]} | {cells[1]} | **{memory:.2f}** | {max(apart):.1e}, {apart[0]:.1e}, {apart[-1]:.1e} |")
         what = f"DPO step, {name}, {side}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}"
         promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
+        flops = made.flops(share_prompts=shares)
+        fastest = least_s(flops, made.rates, kind)
+        promises[-1]["bound"] = theirs.seconds(kind)[0] / fastest
+        bounds.append(f"| {side} | {flops / 1e9:.1f} | {fastest:.4f} | {with_bound(promises[-1])} |")
         promises.append({"what": f"DPO step, {name}, {side}, peak memory", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
+    fast = max(each[kind] for each in made.rates) / 1e9
+    lines += ["", f"Products at {fast:.0f} GFLOP/s; ratio of {'CPU' if kind == 'cpu_s' else 'wall'} seconds, if there were nothing else:", ""]
+    lines += ["| side | GFLOP a step | s | bound | share of it |", "|---|---|---|---|---|", *bounds]
     steps = range(len(theirs.losses))
     lines += ["", "| loss of step | " + " | ".join(map(str, steps)) + " |", "|---|" + "---|" * len(steps)]
     lines += [f"| {side} | " + " | ".join(f"{loss:.6f}" for loss in found.losses) + " |" for side, found in sides.items()]
@@ -187,7 +224,7 @@ def main() -> None:
     promises: list[dict[str, Any]] = []
     for name in options.work_loads:
         for threads in options.threads:
-            lines += tables(name, threads, measure(name, options.work, peer, threads, options.steps), promises)
+            lines += tables(name, threads, *measure(name, options.work, peer, threads, options.steps), promises)
     text = "\n".join([
         "# A DPO step beside TRL 1.16", "", described, "", *(__doc__ or "").split("\n\n")[2:],
         *(f"- {name}: {WORK_LOADS[name].what}." for name in options.work_loads), "",

@@ -31,9 +31,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import engine_parts
+from bounds import with_bound
 from engine_models import MODELS, flops
 from engine_parts import FIRST, Sides, Workload
-from engine_report import REPORTS, with_bound
+from engine_report import REPORTS
 from machine import SideFailed, machine, peer_python, write_ratios, write_report
 from options import parser
 

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bounds import forward_flops
 from machine import HERE
 
 from tandem.kernels import select
-from tandem.layout.parameters import parameters
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
@@ -47,15 +47,7 @@ def gguf_of(name: str, kind: str, work: Path, python: str) -> Path:
     return path
 
 
-def parameter_counts(name: str) -> tuple[int, int]:
-    """(parameters of the layers' matrices, of the head), which every computed token and every drawn token meets once."""
-    shapes = MODELS[name]
-    layers = sum(shape[0] * shape[1] for key, shape in parameters(shapes) if ".layers." in key and len(shape) == 2)
-    return layers, shapes.vocab_size * shapes.hidden_size
-
-
 def flops(name: str, sequences: int, prompt: int, new: int) -> float:
-    """Floating-point operations of the matrix products of one call: the last token of a sequence is never fed again, and the
-    head is needed for drawn tokens only."""
-    layers, head = parameter_counts(name)
-    return 2.0 * sequences * (layers * (prompt + new - 1) + head * new)
+    """Floating-point operations of the matrix products of one call: the last token of a sequence is never fed again, and outputs are needed for drawn
+    tokens only."""
+    return sequences * forward_flops(MODELS[name], prompt + new - 1, new)

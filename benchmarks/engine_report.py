@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bounds import least_s
+
 Part = dict[str, Any]
 Row = dict[str, Any]
 
@@ -39,8 +41,7 @@ def throughput(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]
     rows, first, promises, greedy = [], [], [], []
     for (model, threads), part in parts.items():
         ours = part["sides"]["tandem"]
-        least = {kind: part["flops"] / max(took[kind] for took in part["rate"]) for kind in KINDS}
-        least_first = {kind: part.get("flops_of_first", math.nan) / max(took[kind] for took in part["rate"]) for kind in KINDS}
+        least, least_first = ({kind: least_s(flops, part["rate"], kind) for kind in KINDS} for flops in (part["flops"], part.get("flops_of_first", math.nan)))
         for name, kinds in part["sides"].items():
             cells, shares = [model, str(threads), name], []
             for kind in KINDS:
@@ -166,7 +167,7 @@ def first(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]]:
                     # Without anything but products, prompt i of N has its first token when i prompts are computed.
                     count = len(rounds[0][kind])
                     least = (count + 1) / 2 if what == "mean" else count
-                    bound_s = least * part["flops_of_prompt"] / max(rate[kind] for rate in part["rate"])
+                    bound_s = least * least_s(part["flops_of_prompt"], part["rate"], kind)
                     ratio, bound = took[0] / took[1], took[0] / bound_s
                     cells += [f"{took[0] * 1e3:,.0f}", "" if name == "tandem" else f"**{ratio:.2f}** ({bound:.2f})"]
                     if name == "vLLM" and kind == kind_of(threads):
@@ -234,11 +235,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _promise(what: str, ratio: float, target: float, at_most: bool = False, bound: float | None = None) -> Row:
     """``bound``: the ratio if our side took only its matrix products, at the measured rate; ``None``: nothing was measured that bounds it."""
     return {"what": what, "ratio": ratio, "target": target, "at_most": at_most, "bound": bound}
-
-
-def with_bound(row: Row) -> str:
-    """The two cells of a table: the bound of a ratio, and the share of it."""
-    return "none measured | " if row["bound"] is None else f"{row['bound']:.2f} | {row['ratio'] / row['bound']:.0%}"
 
 
 def _threads(count: int) -> str:

@@ -9,8 +9,13 @@ processes. The first step of each side is not counted.
 
 TRL takes its update in one pass or in as many passes as we have micro-batches, whichever is the faster; the ratio of seconds is against the faster one, that of
 memory against the leaner one. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
+
+The bound of a ratio is what it would be with nothing but the matrix products of a step (of the rollout, of the reference's pass, and three times a forward
+pass for training, over the tokens that the steps had), at the rate of torch's product measured between the steps; of memory, with nothing but the imports of
+one process, as our fork server has them, its libraries, and weights, gradients, moments and reference (``bounds.py``).
 """
 
+import json
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -19,13 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bounds import FORWARD_AND_BACKWARD, forward_flops, held_bytes, least_s, with_bound
 from family_memory import Bytes, ProcessPages, by_process, peak_of
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
 from options import parser as shared_parser
 from start_model import recipe_with, warm_model, write_peer_settings, write_prompts, write_run
 
 from tandem.config.recipe import Recipe
+from tandem.layout.shapes import ModelShapes
 from tandem.model.create_model import create_model
+from tandem.model.huggingface.model_config import read_shapes
 
 KL = {"on": 0.01, "off": 0.0}
 PHASES = ("rollout", "inference", "rewards", "train", "weight update")
@@ -42,7 +50,7 @@ WHAT = {
     "large": "a model of 22 million parameters with random weights, 8 prompts of about 50 tokens x 8 samples, up to 64 new tokens",
 }
 MEMORY_STEPS = 2
-SPEED_TARGET, MEMORY_TARGET = 2.5, 0.6
+SPEED_TARGET, MEMORY_TARGET = {"tandem": 2.5, "tandem, share_prompts": 3.0}, 0.6
 
 
 @dataclass
@@ -63,6 +71,28 @@ class Side:
     @property
     def mean_length(self) -> float:
         return float(sum(step["mean_length"] for step in self.steps) / len(self.steps))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side of a setting has to do: the model's ``shapes``, ``prompts`` of ``prompt_tokens`` tokens on average with ``group`` samples each, and
+    whether there is a ``reference``; ``rates`` of torch's matrix product between the steps."""
+
+    shapes: ModelShapes
+    prompts: int
+    prompt_tokens: float
+    group: int
+    reference: bool
+    rates: list[dict[str, float]]
+
+    def flops(self, completion_tokens: float, *, share_prompts: bool) -> float:
+        """Operations of the products of one step with completions of so many tokens on average. The last token of a sequence is never fed; a rollout computes
+        the prompt of a group once, and so does everything else with ``share_prompts``."""
+        samples = self.prompts * self.group
+        fed, states = samples * (completion_tokens - 1), samples * (completion_tokens - 1) + self.prompts
+        shared = forward_flops(self.shapes, fed + self.prompts * self.prompt_tokens, states)
+        whole = forward_flops(self.shapes, fed + samples * self.prompt_tokens, samples * completion_tokens)
+        return shared + (FORWARD_AND_BACKWARD + self.reference) * (shared if share_prompts else whole)
 
 
 def start_of(name: str, work: Path) -> Path:
@@ -90,8 +120,8 @@ def take_steps(side: Driven, count: int) -> None:
         side.ask("step")
 
 
-def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: int) -> dict[str, Side]:
-    """The counted steps of each side, taken in turn."""
+def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: int) -> tuple[dict[str, Side], Work]:
+    """The counted steps of each side, taken in turn, and what they had to do."""
     model = start_of(load, work)
     changes = [change for change in WORK_LOADS[load] if not change.startswith("model.")]
     common = [*changes, f"algorithm.kl_coef={kl}", f"machine.threads={threads}"]
@@ -100,6 +130,10 @@ def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: in
         folder = Path(name)
         plain = recipe_with(common)
         prompts = write_prompts(plain, model, whole + 1, folder / "prompts.jsonl")
+        lengths = [len(json.loads(line)["prompt_token_ids"]) for line in prompts.read_text(encoding="utf-8").splitlines()]
+        each = plain.rollout.prompts_per_step
+        counted = lengths[each : each * (steps + 1)]
+        made = Work(read_shapes(model), each, sum(counted) / len(counted), plain.algorithm.group_size, plain.algorithm.needs_reference, [])
         commands: dict[str, list[str | Path]] = {}
         for number, side in enumerate(OURS):
             own = folder / f"ours-{number}"
@@ -112,8 +146,10 @@ def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: in
             side: stack.enter_context(Driven(side, command, threads, work / f"grpo-step-{number}.log"))
             for number, (side, command) in enumerate(commands.items())
         }
+        rate = stack.enter_context(Driven("matrix rate", [sys.executable, HERE / "peers" / "matrix_rate.py"], threads, work / "grpo-step-rate.log"))
         sides = {side: Side() for side in driven}
         for step in range(steps + 1):
+            made.rates.append(rate.ask("rate"))
             for side, process in driven.items():
                 # Our first step was taken when the side answered that it is ready.
                 took = process.ask("step") if step or not side.startswith("tandem") else {}
@@ -125,7 +161,7 @@ def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: in
             sides[side].peak, sides[side].samples = memory.peak, memory.samples
             sides[side].processes = by_process(process.process.pid)
             print(f"{load}, threads {threads}, KL {kl:g}, memory of {side}: {memory.peak}", file=sys.stderr, flush=True)
-    return sides
+    return sides, made
 
 
 def peer_passes(recipe: Recipe) -> list[int]:
@@ -138,7 +174,7 @@ def peer_passes(recipe: Recipe) -> list[int]:
     return sorted({1, passes})
 
 
-def tables(load: str, threads: int, kl: str, sides: dict[str, Side], promises: list[dict[str, Any]]) -> list[str]:
+def tables(load: str, threads: int, kl: str, sides: dict[str, Side], made: Work, promises: list[dict[str, Any]]) -> list[str]:
     """The part of the report of one setting; appends to ``promises``."""
     peers = {name: side for name, side in sides.items() if name.startswith("TRL")}
     ours = {name: side for name, side in sides.items() if name not in peers}
@@ -150,18 +186,29 @@ def tables(load: str, threads: int, kl: str, sides: dict[str, Side], promises: l
         sizes = " | ".join(f"{size / 2**20:,.0f}" for size in (peak.total, peak.anonymous, peak.shared_files, peak.mapped_files))
         lines.append(f"| {name} | {cpu} | {wall} | {side.mean_length:.2f} | {sizes} |")
     lines += ["", "| TRL over ours | CPU s | wall s | peak memory, ours over TRL's |", "|---|---|---|---|"]
+    kind, bounds = "cpu_s" if threads == 1 else "wall_s", list[str]()
     for name, side in ours.items():
         ratios = {}
-        for kind in ("cpu_s", "wall_s"):
-            own, theirs = side.seconds(kind), [min(peer.seconds(kind)[place] for peer in peers.values()) for place in (0, 1)]
-            ratios[kind] = (theirs[0] / own[0], theirs[1] / own[1])
-        memory = side.peak.total / min(peer.peak.total for peer in peers.values())
+        for clock in ("cpu_s", "wall_s"):
+            own, theirs = side.seconds(clock), [min(peer.seconds(clock)[place] for peer in peers.values()) for place in (0, 1)]
+            ratios[clock] = (theirs[0] / own[0], theirs[1] / own[1])
+        leanest = min(peer.peak.total for peer in peers.values())
+        memory = side.peak.total / leanest
         cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | **{memory:.2f}** |")
-        kind = "cpu_s" if threads == 1 else "wall_s"
+        flops = made.flops(side.mean_length, share_prompts=name != "tandem")
+        fastest = least_s(flops, made.rates, kind)
+        imports = max(each.own + each.common for each in side.processes if "fork_server" in each.name)
+        held = held_bytes(made.shapes, imports + side.peak.mapped_files, made.reference)
         what = f"GRPO step, {load}, {name}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}, KL {kl}"
-        promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
+        promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET[name]})
+        promises[-1]["bound"] = ratios[kind][0] * side.seconds(kind)[0] / fastest
         promises.append({"what": f"GRPO step, {load}, {name}, peak memory, KL {kl}", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
+        promises[-1]["bound"] = held / leanest
+        bounds.append(f"| {name} | {flops / 1e9:.1f} | {fastest:.3f} | {with_bound(promises[-2])} | {held / 2**20:,.0f} | {with_bound(promises[-1])} |")
+    rate = max(each[kind] for each in made.rates) / 1e9
+    lines += ["", f"Products at {rate:.0f} GFLOP/s; ratio of {'CPU' if kind == 'cpu_s' else 'wall'} seconds and of memory, if there were nothing else:", ""]
+    lines += ["| side | GFLOP a step | s | bound | share of it | MiB | bound | share of it |", "|---|---|---|---|---|---|---|---|", *bounds]
     lines += ["", "CPU seconds of each phase, median:", "", "| side | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
     for name, side in sides.items():
         lines.append(f"| {name} | " + " | ".join(f"{side.phase(phase, 'phase_cpu_s'):.3f}" for phase in PHASES) + " |")
@@ -188,8 +235,8 @@ def main() -> None:
     for load in options.work_loads:
         for threads in options.threads:
             for kl in options.kl:
-                sides = measure(load, options.work, peer, KL[kl], threads, options.steps)
-                lines += tables(load, threads, kl, sides, promises)
+                sides, made = measure(load, options.work, peer, KL[kl], threads, options.steps)
+                lines += tables(load, threads, kl, sides, made, promises)
     text = "\n".join([
         "# A GRPO step beside TRL 1.16", "", described, "", *(__doc__ or "").split("\n\n")[2:],
         *(f"{name}: {WHAT[name]}." for name in options.work_loads), "",

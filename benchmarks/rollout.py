@@ -17,10 +17,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from bounds import forward_flops, least_s
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
 from options import parser as shared_parser
 from start_model import recipe_with, warm_model
 
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import prompt_source
 
 TOKENS = 32
@@ -31,20 +33,10 @@ CALLS = {256: 1, 1: 5}
 Workload = tuple[str, int]
 
 
-def operations(model: Path, sequences: int, prompt_tokens: int, tokens: int) -> float:
-    """Floating-point operations of the matrix products of one call. In the last layer and the head those of drawn tokens are counted alone."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
-    heads = config["head_dim"] * (2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"])
-    layer = hidden * (heads + 3 * inner)
-    # The last token of a sequence is never fed.
-    return 2.0 * (layer * ((layers - 1) * (prompt_tokens + tokens - sequences) + tokens) + hidden * config["vocab_size"] * tokens)
-
-
 def measure(
     model: Path, work: Path, peer: str, threads: int, rounds: int
-) -> tuple[dict[Workload, dict[str, list[dict[str, Any]]]], dict[str, float], list[int]]:
-    """By workload and side: the counted rounds. Then the best rates of torch's matrix product by kind of seconds, and the lengths of the prompts."""
+) -> tuple[dict[Workload, dict[str, list[dict[str, Any]]]], list[dict[str, float]], list[int]]:
+    """By workload and side: the counted rounds. Then the rates of torch's matrix product in each round, and the lengths of the prompts."""
     recipe = recipe_with()
     with tempfile.TemporaryDirectory(dir=work) as folder:
         prompts = Path(folder) / "prompts.json"
@@ -55,10 +47,9 @@ def measure(
         theirs = [peer, HERE / "peers" / "transformers_generate.py", model, prompts, str(TOKENS), str(threads)]
         with Driven("tandem", ours, threads, work / "a.log") as a, Driven("transformers", theirs, threads, work / "b.log") as b:
             found: dict[Workload, dict[str, list[dict[str, Any]]]] = {w: {"tandem": [], "transformers": []} for w in WORKLOADS}
-            rate = {"cpu_s": 0.0, "wall_s": 0.0}
+            rates = []
             for number in range(rounds + 1):
-                measured = a.ask("rate")
-                rate = {kind: max(best, measured[kind]) for kind, best in rate.items()}
+                rates.append(a.ask("rate"))
                 for lengths, sequences in WORKLOADS:
                     for name, side in (("tandem", a), ("transformers", b)):
                         parts = [side.ask(f"{lengths} {sequences}") for _ in range(CALLS[sequences])]
@@ -66,7 +57,7 @@ def measure(
                         assert lengths == "natural" or took["tokens"] == sequences * TOKENS * CALLS[sequences], took
                         if number:
                             found[lengths, sequences][name].append(took)
-    return found, rate, [len(prompt) for prompt in chosen]
+    return found, rates, [len(prompt) for prompt in chosen]
 
 
 def main() -> None:
@@ -76,9 +67,9 @@ def main() -> None:
     peer, described = peer_python(options.peer_python), machine()
     options.work.mkdir(parents=True, exist_ok=True)
     model = warm_model(options.work)
-    lines, promises = [], []
+    lines, promises, shapes = [], [], read_shapes(model)
     for threads in options.threads:
-        measured, rate, prompt_tokens = measure(model, options.work, peer, threads, options.rounds)
+        measured, rates, prompt_tokens = measure(model, options.work, peer, threads, options.rounds)
         for (lengths, sequences), sides in measured.items():
             tokens = [sum(p["tokens"] for p in sides[name]) / len(sides[name]) for name in ("tandem", "transformers")]
             cells = [f"{threads}", f"{sequences}", lengths, f"{tokens[0]:,.0f} / {tokens[1]:,.0f}"]
@@ -88,9 +79,10 @@ def main() -> None:
                 )
                 cells += [*(f"{1 / best:,.0f} / {1 / median:,.0f}" for best, median in (a, b)), f"**{b[0] / a[0]:.2f}** / {b[1] / a[1]:.2f}"]
                 drawn = tokens[0] / CALLS[sequences]
-                least_s = operations(model, sequences, sum(prompt_tokens[:sequences]), round(drawn)) / rate[kind] / drawn
+                # The last token of a sequence is never fed.
+                flops = forward_flops(shapes, sum(prompt_tokens[:sequences]) + drawn - sequences, drawn)
                 # A single row is limited by the weights' way from memory, not by arithmetic.
-                bound = b[0] / least_s if sequences > 1 else None
+                bound = b[0] / (least_s(flops, rates, kind) / drawn) if sequences > 1 else None
                 cells.append("" if bound is None else f"{bound:.2f}")
                 if kind == "cpu_s" and threads == 1:
                     what = f"rollout, tokens a CPU second, {sequences} sequence{'s' if sequences > 1 else ''}, {lengths} lengths"

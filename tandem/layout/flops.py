@@ -13,15 +13,15 @@ from tandem.layout.shapes import ModelShapes
 def matrix_parameters(shapes: ModelShapes) -> int:
     """Returns the weights of the matrices that a token is multiplied with: of experts those that it is routed to; the head, but not the
     embedding."""
-    parameters = shapes.head_rows * shapes.hidden_size
-    for layer in range(shapes.num_hidden_layers):
-        parameters += shapes.attention_weights(layer)
-        experts = shapes.experts_of(layer)
-        if experts is None:
-            parameters += shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
-        else:
-            parameters += shapes.hidden_size * (experts.num_experts + 3 * experts.visited_size + experts.shared_gate)
-    return parameters
+    return shapes.head_rows * shapes.hidden_size + sum(layer_parameters(shapes, layer) for layer in range(shapes.num_hidden_layers))
+
+
+def layer_parameters(shapes: ModelShapes, layer: int) -> int:
+    """Returns the weights of ``matrix_parameters`` that ``layer`` has."""
+    experts = shapes.experts_of(layer)
+    if experts is None:
+        return shapes.attention_weights(layer) + shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
+    return shapes.attention_weights(layer) + shapes.hidden_size * (experts.num_experts + 3 * experts.visited_size + experts.shared_gate)
 
 
 def step_flops(shapes: ModelShapes, lengths: Iterable[int], *, absorbed: bool = False) -> int:

@@ -16,12 +16,14 @@ from tandem.model.shared_prompts import SharedPrompts, gathered_rows_of
 class PackedContext:
     """Concatenated whole sequences: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start at 0.
     ``max_seqlen``: the longest, in tokens. ``prompts``: where sequences share their prompts; ``cu_seqlens`` then marks the keys of each.
-    ``routed_experts[T, layers, k]``: of a mixture of experts, those that each token is sent to in every layer of the model (``None``: its routers choose)."""
+    ``routed_experts[T, layers, k]``: of a mixture of experts, those that each token is sent to in every layer of the model (``None``: its routers choose).
+    ``wanted[W]`` int64: as of a ``PagedContext``, in one process and without gradient."""
 
     cu_seqlens: Tensor
     max_seqlen: int
     prompts: SharedPrompts | None = None
     routed_experts: Tensor | None = None
+    wanted: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

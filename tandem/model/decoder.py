@@ -1,6 +1,7 @@
 """The decoder, shared by trainer and engine. Differences between model families are in its ``ModelShapes``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ class Decoder(DecoderWeights):
         lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None, aux: AuxHiddenStates | None = None,
     ) -> Tensor:
         """Computes ``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or ``hidden[W, H]`` of the rows that
-        a ``PagedContext`` requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
+        the context requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
         ``token_logprobs`` takes them.
 
         Positions are absolute and must be below ``positions``, which is not checked under a ``PagedContext``. A packed
@@ -99,7 +100,7 @@ class Decoder(DecoderWeights):
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
         aux: AuxHiddenStates | None = None,
     ) -> Tensor:
-        wanted = context.wanted if isinstance(context, PagedContext) else None
+        wanted = context.wanted
         if self.is_frozen:
             linear = partial(frozen_linear, self.kernels, linear)
         linear = partial(adapted_linear, linear) if self._has_adapter else linear
@@ -131,10 +132,11 @@ class Decoder(DecoderWeights):
         for weights in layers:
             if aux is not None:
                 aux.receive(weights.attention.index, x, residual)
+            rows = wanted if weights is layers[-1] else None
             if around is None:
-                x, residual = run_layer(batch, weights, x, residual, wanted if weights is layers[-1] else None)
+                x, residual = run_layer(batch, weights, x, residual, rows)
             else:
-                x, residual = around(weights.attention.index, partial(run_layer, batch, weights), x, residual)
+                x, residual = around(weights.attention.index, partial(run_layer, batch, weights, rows=rows), x, residual)
         assert x is not None
         if span is not None and not span.is_last:
             return x + residual
@@ -173,8 +175,12 @@ class Decoder(DecoderWeights):
         return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
     def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
-        """Returns the ``head_outputs`` of a packed batch."""
-        return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
+        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes only keys and values of tokens that predict nothing."""
+        # A mixture of experts is told which tokens it sees, and a sum over tokens, as a gradient is, would have other bits without those whose share is zero.
+        if torch.is_grad_enabled() or self.parallel is not None or self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None:
+            return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
+        wanted, places = rows.unique(return_inverse=True)
+        return self.head_outputs(self(tokens, positions, replace(context, wanted=wanted)), places, targets, temperature, len(tokens))
 
     def values(self, hidden: Tensor, rows: Tensor, tokens: int) -> Tensor:
         """Returns the value head's numbers [R] of the tokens ``rows[R]`` of a packed batch of ``tokens`` tokens; ``hidden`` is the output of

@@ -185,6 +185,21 @@ def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
     assert sequence_logprobs(frozen, sequences, 100, 0.7, share_prompts=True) == sequence_logprobs(frozen, sequences, 100, 0.7)
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_pass_without_gradient_leaves_out_the_last_mlp_of_tokens_that_predict_nothing_and_has_the_bits_of_one_with(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object], share_prompts: bool
+) -> None:
+    model, batch = small_model(kernels, torch.float32, **family), collate(groups(9), share_prompts=share_prompts)
+    whole, seen, gated = predict(model, batch, 0.7).logprobs, list[int](), model.kernels.silu_mul
+    monkeypatch.setattr(model.kernels, "silu_mul", lambda x: [seen.append(len(x)), gated(x)][1])
+    with torch.no_grad():
+        found = predict(model, batch, 0.7).logprobs
+    assert torch.equal(found.raw, whole.raw) and torch.equal(found.scaled, whole.scaled) and torch.equal(found.entropy, whole.entropy)
+    assert seen[-1] == len(set(batch.rows.tolist())) < 0.9 * len(batch.tokens)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -13,7 +13,7 @@ from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.pipeline_stages import whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE
-from tandem.model.attention import AttentionContext, PackedContext, PagedContext
+from tandem.model.attention import AttentionContext, PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.model.quantization.scheme import Scheme
@@ -87,8 +87,7 @@ class TransformersDecoder(Decoder):
                 return self._compute(tokens, positions, attention)
         with torch.no_grad():
             hidden = self._compute(tokens, positions, attention)
-        wanted = attention.wanted if isinstance(attention, PagedContext) else None
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        return hidden if attention.wanted is None else hidden.index_select(0, attention.wanted)
 
     def _compute(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         kernels, self._around = self.kernels, None

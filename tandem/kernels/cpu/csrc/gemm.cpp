@@ -1,6 +1,7 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "dot.h"
 #include "parallel.h"
@@ -20,10 +21,12 @@ constexpr int MAX_VECTORS = 1;
 constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
+constexpr int64_t LEFT_TILE = MAX_ROWS[MAX_VECTORS];  // rows of a tile of a packed left matrix
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
 constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
 constexpr int64_t SLAB_K = 32 * K_BLOCK;
+constexpr int64_t FEW_PANELS = 4;  // whose K_BLOCK stays in the second-level cache beside that of ROW_CHUNK rows
 
 // The arithmetic of fp32: a unit of k is a number.
 struct Floats {
@@ -170,14 +173,22 @@ void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
 }
 
-// [rows, k] of a transposed left matrix to tiles of `tile` rows, each [k][tile].
-void pack_left(const Left& left, int64_t rows, int64_t k, int64_t tile, float* to) {
-  for (int64_t m = 0; m < rows; m += tile) {
-    const int64_t high = std::min(tile, rows - m);
-    const float* from = left.data + m * left.row_stride;
-    for (int64_t i = 0; i < k; ++i, from += left.k_stride, to += tile)
-      for (int64_t r = 0; r < high; ++r) to[r] = from[r * left.row_stride];
-  }
+// [rows, k] of a transposed left matrix to tiles of LEFT_TILE rows, each [k][LEFT_TILE]. A few k at a time: the rows of a matrix as wide as a page lie in the same
+// sets of the first-level cache, which holds no more of them.
+void pack_left(const Left& left, int64_t rows, int64_t k, float* to) {
+  constexpr int64_t FEW = 8;
+  for (int64_t begin = 0; begin < k; begin += FEW)
+    for (int64_t m = 0; m < rows; m += LEFT_TILE) {
+      const int64_t high = std::min(LEFT_TILE, rows - m), end = std::min(k, begin + FEW);
+      const float* from = left.data + m * left.row_stride + begin * left.k_stride;
+      float* tile = to + m * k + begin * LEFT_TILE;
+      for (int64_t i = begin; i < end; ++i, from += left.k_stride, tile += LEFT_TILE) {
+        if (high == LEFT_TILE && left.row_stride == 1)
+          std::memcpy(tile, from, sizeof(float) * LEFT_TILE);
+        else
+          for (int64_t r = 0; r < high; ++r) tile[r] = from[r * left.row_stride];
+      }
+    }
 }
 
 // Everything of the product in rows m0 .. m1 and panels p0 .. p1, with the right matrix packed.
@@ -206,13 +217,26 @@ class Block {
         Left left = left_at(c0, k0);
         int64_t tile = 0;
         if (repack) {
-          tile = MAX_ROWS[MAX_VECTORS];
+          tile = LEFT_TILE;
           float* to = memory.floats((ROW_CHUNK + MOST_ROWS) * DEEP);
-          pack_left(left, c1 - c0, std::min(DEEP, p_.k - k0), tile, to);
+          pack_left(left, c1 - c0, std::min(DEEP, p_.k - k0), to);
           left.data = to;
         }
         for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0, packed_at(panel, k0));
       }
+    }
+  }
+
+  // All of at most ROW_CHUNK rows of a transposed left matrix, with both matrices packed block by block and used while they are in the second-level cache.
+  void run_transposed(int64_t p0, int64_t p1) const {
+    thread_local Scratch left_memory, right_memory;
+    float *left = left_memory.floats((ROW_CHUNK + MOST_ROWS) * DEEP), *right = right_memory.floats(FEW_PANELS * PANEL * DEEP);
+    for (int64_t k0 = 0; k0 < p_.k; k0 += DEEP) {
+      const int64_t k = std::min(DEEP, p_.k - k0);
+      const auto packed = [&](int64_t panel) { return right + (panel - p0) * PANEL * k; };
+      pack_left(left_at(0, k0), p_.m, k, left);
+      for (int64_t panel = p0; panel < p1; ++panel) pack_panel(p_.right, p_.n, panel, k0, k, packed(panel));
+      for (int64_t panel = p0; panel < p1; ++panel) panel_rows({left, 1, 1}, LEFT_TILE, 0, p_.m, panel, k0, packed(panel));
     }
   }
 
@@ -323,14 +347,23 @@ void multiply_packed(const Product& p, const float* packed) {
 // Decoded again for every CODED_ROWS rows, in the order of their columns: the outputs of so many rows and one panel stay in the cache.
 constexpr int64_t CODED_ROWS = 4 * ROW_CHUNK;
 
-// Few rows: packing the whole right matrix first would cost more than the product.
+// At most ROW_CHUNK rows: packing the whole right matrix first would cost much beside the product.
 void multiply_few_rows(const Product& p) {
   const Block<Floats> block(p, nullptr);
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
+  // A gradient of a weight, whose left rows would be read from a cache line each: several panels share their packed form.
+  const bool transposed = p.left.k_stride != 1;
+  const int64_t groups = transposed ? std::max<int64_t>((panels + FEW_PANELS - 1) / FEW_PANELS, threads) : panels;
   Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < panels; ++panel) failure.guard([&] { block.run_unpacked(panel); });
+  for (int64_t group = 0; group < groups; ++group)
+    failure.guard([&] {
+      if (transposed)
+        block.run_transposed(panels * group / groups, panels * (group + 1) / groups);
+      else
+        block.run_unpacked(group);
+    });
   failure.raise();
 }
 
