@@ -26,12 +26,15 @@ from tandem.types import UserError
 BY_TRANSFORMERS = Implementation("transformers")
 TYPES: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": 16},
+    "cohere": {"hidden_size": 64, "logit_scale": 0.7, "use_qk_norm": True},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
     "exaone4": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4},
     "glm": {"head_dim": 16, "attention_bias": True},
     "gpt2": {"hidden_size": 64},
     "gpt_neox": {"hidden_size": 64},
+    "granite": {"hidden_size": 64, "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
     "helium": {"hidden_size": 64, "head_dim": 16},
+    "nanochat": {"hidden_size": 64, "final_logit_softcapping": 0.6},
     "nemotron": {"hidden_size": 64, "attention_bias": True},
     "olmo": {"clip_qkv": 0.3},
     "persimmon": {"hidden_size": 64},
@@ -39,7 +42,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 16, "attention_bias": True},
     "stablelm": {"hidden_size": 64, "qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 9},
-}
+    "vaultgemma": {
+        "head_dim": 16, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 1.0, "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
+    },
+}  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` beside the sizes of ``peer_model``."""
 QUICK = "gpt_neox"
 EACH_TYPE = pytest.mark.parametrize("model_type", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in TYPES])
@@ -57,6 +64,15 @@ def make_tiny(peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathF
         return peer, folder
 
     return make
+
+
+@pytest.fixture(scope="module")
+def peer_config() -> Callable[..., Any]:
+    """``peer_config(model_type, **keys)`` returns a small configuration of transformers."""
+    from transformers import AutoConfig
+
+    small = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 80}
+    return lambda model_type, **keys: AutoConfig.for_model(model_type, **{**small, **keys})
 
 
 def packed_hidden(decoder: Decoder, sequences: list[Tensor]) -> Tensor:
@@ -158,7 +174,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {}, "mixture of experts"),
     ("phi", {}, "head has a bias"),
     ("bloom", {}, "does not let other code compute its attention"),
-    ("cohere", {}, "changes its logits after the head"),
     ("gpt_oss", {"num_local_experts": 4}, "mixture of experts"),
     ("deepseek_v3", {"first_k_dense_replace": 2}, "heads have"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the longest sequence of a batch"),
@@ -170,15 +185,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("model_type", "keys", "says"),
-    [pytest.param(*row, id=row[0], marks=() if row[0] in ("mamba", "mixtral", "cohere", "llama") else pytest.mark.full) for row in REFUSED],
+    [pytest.param(*row, id=row[0], marks=() if row[0] in ("mamba", "mixtral", "llama") else pytest.mark.full) for row in REFUSED],
 )
 def test_a_model_that_cannot_be_computed_is_refused_in_one_line_before_its_weights_are_read(
-    model_type: str, keys: dict[str, Any], says: str, tmp_path: Path
+    model_type: str, keys: dict[str, Any], says: str, tmp_path: Path, peer_config: Callable[..., Any]
 ) -> None:
-    from transformers import AutoConfig
-
-    small = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 80}
-    AutoConfig.for_model(model_type, **{**small, **keys}).save_pretrained(tmp_path)
+    peer_config(model_type, **keys).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=says) as refused:
         read_shapes(tmp_path, implemented_by=BY_TRANSFORMERS)
     assert "\n" not in str(refused.value) and "model.implementation" in str(refused.value)
@@ -203,6 +215,39 @@ def test_code_in_a_folder_runs_only_where_it_is_asked_for(tmp_path: Path, make_t
     assert not marker.exists()
     shapes = read_shapes(folder, implemented_by=Implementation("transformers", trust_remote_code=True))
     assert marker.exists() and shapes.transformers is not None and shapes.transformers.class_name == "MyModel"
+
+
+CHANGED_LOGITS: dict[str, tuple[float, float | None] | str] = {
+    "output.logits * 2.5": (0.4, None),
+    "output.logits": (1.0, None),
+    "3.0 * torch.tanh(output.logits / 3.0)": (1.0, 3.0),
+    "3.0 * torch.tanh(0.5 * output.logits / 3.0)": (2.0, 3.0),
+    "output.logits + 1": "changes its logits other than by a factor and a soft cap",
+    "torch.relu(output.logits)": "changes its logits other than by a factor and a soft cap",
+    "output.logits[..., :-1]": "changes its logits other than by a factor and a soft cap",
+    "output.logits * output.logits.shape[0] * float(self.lm_head.weight.sum())": "cannot be followed",
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED_LOGITS)
+def test_logits_that_the_module_changes_are_a_factor_and_a_cap_or_refused(changed: str, tmp_path: Path, peer_config: Callable[..., Any]) -> None:
+    peer_config("ernie4_5", head_dim=16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "own.MyConfig", "AutoModelForCausalLM": "own.MyModel"}}
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom transformers import Ernie4_5Config, Ernie4_5ForCausalLM\n"
+        "class MyConfig(Ernie4_5Config):\n    model_type = 'mine'\n"
+        "class MyModel(Ernie4_5ForCausalLM):\n    config_class = MyConfig\n    def forward(self, **given):\n        output = super().forward(**given)\n"
+        f"        output.logits = {changed}\n        return output\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected, trusted = CHANGED_LOGITS[changed], Implementation("transformers", trust_remote_code=True)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            read_shapes(tmp_path, implemented_by=trusted)
+    else:
+        shapes = read_shapes(tmp_path, implemented_by=trusted)
+        assert (shapes.multipliers.logits_scaling, shapes.logit_cap) == expected
 
 
 def test_a_folder_whose_code_or_tensors_change_is_described_again(make_tiny: Any) -> None:

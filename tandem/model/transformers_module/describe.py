@@ -20,10 +20,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.transformers_module import TransformersModule
 from tandem.model.transformers_module.attention import NAME, attention
-from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, one_line, probe
+from tandem.model.transformers_module.logits_form import LogitsForm
+from tandem.model.transformers_module.one_line import one_line
+from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, probe
 from tandem.model.transformers_module.read import to_json
 from tandem.types import UserError
 
@@ -71,7 +73,7 @@ def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
     names = _file_names(network)
     _check_files(Path(folder), names, network)
     try:
-        return _shapes(network, config, names, probe(network), trust_remote_code)
+        return _shapes(network, config, names, *probe(network), trust_remote_code)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -144,7 +146,9 @@ def _check_files(folder: Path, names: dict[str, str], network: Any) -> None:
                     raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
 
 
-def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[Call], trust_remote_code: bool) -> ModelShapes:
+def _shapes(
+    network: Any, config: Any, file_names: dict[str, str], calls: list[Call], form: LogitsForm, trust_remote_code: bool
+) -> ModelShapes:
     layers = config.num_hidden_layers
     if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
         raise UserError(f"{len(calls)} of its {layers} layers compute attention, and each must once")
@@ -175,6 +179,8 @@ def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[C
         gated_mlp=any("gate" in name for name, _ in parameters),
         layer_windows=windows if any(windows) else (),
         score_cap=calls[0].cap,
+        logit_cap=form.cap,
+        multipliers=Multipliers(logits_scaling=form.scaling),
         transformers=TransformersModule(
             class_name=type(network).__name__,
             parameters=parameters,
