@@ -92,7 +92,9 @@ def from_json(content: dict[str, Any]) -> ModelShapes:
             **fields,
             "parameters": tuple((name, tuple(shape)) for name, shape in fields["parameters"]),
             "names": tuple(fields["names"]),
+            "starts": tuple(fields["starts"]),
             "attention": tuple(fields["attention"]),
+            "linears": tuple(fields["linears"]),
             "ignored": tuple(fields["ignored"]),
         }
     )
