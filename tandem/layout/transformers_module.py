@@ -39,6 +39,15 @@ class TransformersModule:
         """What PEFT's ``target_modules`` can name: the last parts of the names of ``linears``."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
 
+    def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
+        """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in
+        ``name``."""
+        parts = (shape[0] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
+        own_rows = list[int]()
+        while sum(own_rows) < rows:
+            own_rows.append(next(parts))
+        return tuple(own_rows)
+
     def ignores(self, name: str) -> bool:
         """Returns whether a folder may have the tensor ``name`` although it is no parameter."""
         return any(re.search(pattern, name) for pattern in self.ignored)

@@ -23,6 +23,7 @@ from tandem.types import UserError
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 TYPES: dict[str, dict[str, Any]] = {
     "gpt_neox": {}, "stablelm": {"qk_layernorm": True}, "starcoder2": {"sliding_window": 9}, "qwen3": {"head_dim": 16},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2}, "granite": {"logits_scaling": 3.0},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }  # fmt: skip
@@ -78,6 +79,7 @@ def test_the_commands_at_the_end_of_a_run_name_what_computes_the_model() -> None
     [
         ("gpt_neox", {}), ("stablelm", {"precision": "bf16", "recompute": "full"}), ("starcoder2", {"recompute": "selective"}), ("granite", {}),
         ("olmoe", {"recompute": "full"}), ("qwen3_moe", {"precision": "bf16"}),
+        ("dots1", {"optimizer": "muon", "weight_decay": 0.1}),
     ],
     ids=lambda value: str(value),
 )

@@ -21,13 +21,19 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface
 from tandem.model.transformers_module.decoder import TransformersDecoder
 from tandem.model.transformers_module.read import from_json, to_json
+from tandem.trainer.optimizers.make import matrices_of
 from tandem.types import UserError
 
 BY_TRANSFORMERS = Implementation("transformers")
 TYPES: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": 16},
     "cohere": {"hidden_size": 64, "logit_scale": 0.7, "use_qk_norm": True},
+    "dots1": {
+        "hidden_size": 64, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    },
     "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "ernie4_5_moe": {"hidden_size": 64, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 40, "moe_layer_start_index": 1},
     "exaone4": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4},
     "glm": {"head_dim": 16, "attention_bias": True},
     "gpt2": {"hidden_size": 64},
@@ -106,8 +112,11 @@ def test_logits_gradients_and_the_written_folder_are_those_of_transformers(model
     (ours * weights).sum().backward()
     (theirs * weights).sum().backward()
     own = dict(decoder.network.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in peer.parameters())
+    largest = max(float(p.grad.abs().max()) for p in peer.parameters() if p.requires_grad)
+    assert all(p.grad is not None and not p.grad.any() for p in decoder.kept.parameters())
     for name, parameter in peer.named_parameters():
+        if not parameter.requires_grad:
+            continue
         torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * largest)
     save_model(decoder, tmp_path / "saved", tensors=to_huggingface(decoder), like=folder)
     read, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True, dtype=torch.float64)
@@ -134,6 +143,15 @@ def test_a_token_has_the_same_bits_in_the_trainer_and_the_engine_however_tokens_
             paged_logits(served, SEQUENCES, one_by_one), paged_logits(trained, SEQUENCES, chunks),
         ]  # fmt: skip
     assert [[a.equal(b) for a, b in zip(expected, other, strict=True)] for other in others] == [[True] * 3] * 5
+
+
+def test_the_matrices_of_experts_in_one_parameter_are_those_of_the_folder(make_tiny: Any) -> None:
+    decoder = load_model(make_tiny("qwen3_moe")[1], select("auto"), implemented_by=BY_TRANSFORMERS)
+    stacked = {"layers.1.mlp.experts.gate_up_proj": (40, 40), "layers.1.mlp.experts.down_proj": (48,)}
+    stacks = matrices_of(decoder, list(stacked)).stacks
+    assert {name: stack.rows for name, stack in stacks.items()} == stacked
+    views, whole = dict(to_huggingface(decoder)), dict(decoder.named_parameters())["layers.1.mlp.experts.gate_up_proj"]
+    assert views["model.layers.1.mlp.experts.5.up_proj.weight"].equal(whole[5, 40:])
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -179,8 +197,7 @@ def test_a_process_without_torch_reads_the_same_shapes(make_tiny: Any) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "keep a state|attention"),
     ("t5", {}, "encoder with a decoder"),
-    ("jetmoe", {}, "."),
-    ("glm4_moe", {"n_routed_experts": 4, "first_k_dense_replace": 0}, "which no gradient changes"),
+    ("jetmoe", {"num_local_experts": 4}, "is no matrix|cannot be followed|does not let other code"),
     ("phi", {}, "head has a bias"),
     ("bloom", {}, "does not let other code compute its attention"),
     ("gpt_oss", {"num_local_experts": 4}, "converted when it is saved|term that the kernels"),
@@ -194,7 +211,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("model_type", "keys", "says"),
-    [pytest.param(*row, id=row[0], marks=() if row[0] in ("mamba", "glm4_moe", "llama") else pytest.mark.full) for row in REFUSED],
+    [pytest.param(*row, id=row[0], marks=() if row[0] in ("mamba", "llama") else pytest.mark.full) for row in REFUSED],
 )
 def test_a_model_that_cannot_be_computed_is_refused_in_one_line_before_its_weights_are_read(
     model_type: str, keys: dict[str, Any], says: str, tmp_path: Path, peer_config: Callable[..., Any]

@@ -21,9 +21,10 @@ from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.model.quantization.scheme import Scheme
 from tandem.model.recompute import Recompute, around_layers
-from tandem.model.routing import ReplayCount
+from tandem.model.routing import ReplayCount, WithoutGradient
 from tandem.model.transformers_module.attention import NAME, Computing, attach
 from tandem.model.transformers_module.describe import new_module, read_config
+from tandem.model.transformers_module.kept import Kept
 from tandem.model.transformers_module.replaced import KernelLinear, add_adapters, products, replace_parts
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -44,6 +45,7 @@ class TransformersDecoder(Decoder):
         self.kernels, self.dtype, self.config = kernels, dtype, config
         network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
         self.computing = Computing(shapes, kernels)
+        self.kept = Kept(network, dtype, shapes.lora is None)
         replace_parts(network, self.computing)
         add_adapters(network, shapes)
         attach(network, self.computing)
@@ -100,6 +102,9 @@ class TransformersDecoder(Decoder):
         base = self.network.base_model
         output = base(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state[0]
+        if hidden.requires_grad:
+            for parameter in self.kept.parameters():
+                hidden = WithoutGradient.apply(hidden, parameter) if parameter.requires_grad else hidden
         return hidden
 
     def _layer(self, index: int, forward: Callable[..., Any], hidden: Tensor, *given: Any, **named: Any) -> Any:
@@ -126,9 +131,9 @@ class TransformersDecoder(Decoder):
             raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
         module = self.shapes.transformers
         assert module is not None
-        tensors = {}
+        tensors, kept = {}, self.kept.by_name()
         for (name, shape), own, start in zip(module.parameters, module.names, module.starts, strict=True):
-            whole = self.network.get_parameter(own).detach()
+            whole = (kept[own] if own in kept else self.network.get_parameter(own)).detach()
             tensors[name] = whole.view(-1)[start : start + math.prod(shape)].view(shape)
         tensors |= self.adapter_parameters()
         return {name: tensors[name] for name, _ in parameters(self.shapes)}
@@ -206,8 +211,10 @@ class TransformersDecoder(Decoder):
         self._is_packed, twin._is_packed = True, self._is_packed
         self._packed_head, twin._packed_head = twin._packed_head, self._packed_head
         self._version += 1
-        for own, other in zip(self.network.parameters(), twin.network.parameters(), strict=True):
+        for own, other in zip(self.parameters(), twin.parameters(), strict=True):
             own.data, other.data = other.data, own.data
+        self.kept.bind()
+        twin.kept.bind()
         for product, of_twin in zip(products(self.network), products(twin.network), strict=True):
             product.packed, of_twin.packed = of_twin.packed, product.packed
             product.plain_shape = of_twin.plain_shape
@@ -219,6 +226,7 @@ class TransformersDecoder(Decoder):
         if self._is_packed:
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         nn.Module._apply(self, fn, recurse)
+        self.kept.bind()
         self.dtype = self.embed_tokens.dtype
         return self
 

@@ -25,6 +25,7 @@ from tandem.layout.transformers_module import TransformersModule
 from tandem.model.transformers_module.attention import NAME, attention
 from tandem.model.transformers_module.experts import STACKED, experts, is_mixture, observed_experts
 from tandem.model.transformers_module.folder_names import Stored, stored_tensors
+from tandem.model.transformers_module.kept import kept_names
 from tandem.model.transformers_module.logits_form import LogitsForm
 from tandem.model.transformers_module.one_line import one_line
 from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, probe
@@ -55,6 +56,9 @@ def new_module(config: Any, function: str, dtype: torch.dtype, device: torch.dev
     functions = {"attn_implementation": function, "experts_implementation": function}
     with torch.device(device), _without_initialisation():
         network = AutoModelForCausalLM.from_config(config, **functions, dtype=dtype, trust_remote_code=trust_remote_code)
+    for parameter in network.parameters():
+        # Some classes make their routers in fp32.
+        parameter.data = parameter.data.to(dtype)
     network.tie_weights()
     return network.eval()
 
@@ -75,10 +79,11 @@ def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
     except Exception as error:
         raise UserError(f"transformers cannot make its module ({one_line(error)})") from None
     _check_module(network)
-    stored = stored_tensors(network)
+    kept = kept_names(network)
+    stored = stored_tensors(network, kept)
     _check_files(Path(folder), {each.name for each in stored}, network)
     try:
-        return _shapes(network, config, stored, *probe(network), trust_remote_code)
+        return _shapes(network, config, stored, kept, *probe(network), trust_remote_code)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -122,10 +127,6 @@ def _check_module(network: Any) -> None:
     for name, parameter in network.named_parameters():
         if parameter.ndim > 2 and name not in stacked:
             raise UserError(f"its '{name}' is no matrix, and {type(network).__name__} does not let other code compute it as experts")
-    kept = [name for name in network.state_dict() if name not in dict(network.named_parameters(remove_duplicate=False))]
-    kept += [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
-    if kept:
-        raise UserError(f"it keeps '{kept[0]}' in its folder, which no gradient changes")
 
 
 def _check_files(folder: Path, known: set[str], network: Any) -> None:
@@ -139,7 +140,7 @@ def _check_files(folder: Path, known: set[str], network: Any) -> None:
 
 
 def _shapes(
-    network: Any, config: Any, stored: list[Stored], calls: list[Call], form: LogitsForm, trust_remote_code: bool
+    network: Any, config: Any, stored: list[Stored], kept: tuple[str, ...], calls: list[Call], form: LogitsForm, trust_remote_code: bool
 ) -> ModelShapes:
     layers = config.num_hidden_layers
     if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
@@ -151,7 +152,7 @@ def _shapes(
         raise UserError("its config.json does not say max_position_embeddings")
     names = {id(module): name for name, module in network.named_modules()}
     attention_names = [names[id(call.module)] for call in calls]
-    place = {name: index for index, (name, _) in enumerate(network.named_parameters())}
+    place = {name: index for index, name in enumerate((*(name for name, _ in network.named_parameters()), *kept))}
     file_name = {each.own: each.name for each in stored}
     # A tied head has the name of its own only beside the parameters.
     listed = sorted((each for each in stored if each.own in place), key=lambda each: (place[each.own], each.start))

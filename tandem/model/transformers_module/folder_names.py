@@ -1,5 +1,6 @@
 """Where the module of transformers has the tensors of its folder: each is a parameter, or consecutive elements of one, such as a matrix of one expert."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,13 @@ class Stored(NamedTuple):
     start: int
 
 
-def stored_tensors(network: Any) -> list[Stored]:
-    """Returns what the folder of ``network`` has of every parameter, also of those that are tied to another. Raises ``UserError`` if transformers converts
-    parameters when it saves them, beyond their names and their division into consecutive parts."""
+def stored_tensors(network: Any, kept: Sequence[str]) -> list[Stored]:
+    """Returns what the folder of ``network`` has of every parameter, also of those that are tied to another, and of the ``kept`` buffers. Raises
+    ``UserError`` if transformers converts parameters when it saves them, beyond their names and their division into consecutive parts."""
     # Each has memory of its own here, also tied ones, so that a result shows of which it is a part.
-    every = {name: torch.empty(parameter.shape, device="meta") for name, parameter in network.named_parameters(remove_duplicate=False)}
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters(remove_duplicate=False)}
+    shapes |= {name: network.get_buffer(name).shape for name in kept}
+    every = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     own = {tensor.untyped_storage()._cdata: name for name, tensor in every.items()}
     try:
         with _WithoutCopies():
