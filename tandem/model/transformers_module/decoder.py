@@ -73,8 +73,14 @@ class TransformersDecoder(Decoder):
 
     @property
     def head_weight(self) -> Tensor:
-        head: Tensor = self.network.get_output_embeddings().weight
-        return head
+        """The head [V, H]; one with a bias has it as a further column, which ``_to_head`` multiplies with 1."""
+        head = self.network.get_output_embeddings()
+        weight: Tensor = head.weight
+        return weight if head.bias is None else torch.cat((weight, head.bias.unsqueeze(1)), dim=1)
+
+    def _to_head(self, hidden: Tensor) -> Tensor:
+        read = super()._to_head(hidden)
+        return read if self.network.get_output_embeddings().bias is None else torch.cat((read, read.new_ones(len(read), 1)), dim=1)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,

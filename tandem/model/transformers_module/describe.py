@@ -121,8 +121,6 @@ def _check_module(network: Any) -> None:
     head = network.get_output_embeddings()
     if not isinstance(head, nn.Linear) or network.get_input_embeddings() is None or network.base_model is network:
         raise UserError(f"{type(network).__name__} has no plain head over a base model")
-    if head.bias is not None:
-        raise UserError("its language-model head has a bias, which the log-probabilities do not have")
     stacked = {f"{name}.{each}" for name, module in network.named_modules() if is_mixture(module) for each in STACKED}
     for name, parameter in network.named_parameters():
         if parameter.ndim > 2 and name not in stacked:

@@ -24,6 +24,8 @@ def observe_logits(network: Any, output: Any) -> LogitsForm:
     """Returns the form of the logits of ``network`` on the ``meta`` device, whose base model has returned ``output``, by a pass of its own code before and
     after the head. Raises ``UserError`` if they have another."""
     head, base = network.get_output_embeddings(), network.base_model
+    if head.bias is not None:
+        raise UserError("its head has a bias, and it changes the hidden states before it or its logits after it")
     shape = output[0].shape
     hidden = torch.linspace(-3.0, 3.0, shape.numel(), dtype=torch.float32).view(shape)
     count = int(head.weight.shape[0])
