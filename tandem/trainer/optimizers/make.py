@@ -86,7 +86,7 @@ def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[
             rows[name] = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
         elif "experts.gate_up_proj" in name and shapes.experts is not None:
             rows[name] = (shapes.experts.intermediate_size,) * 2
-        elif "gate_up_proj" in name and ".experts." not in name:
+        elif "gate_up_proj" in name and (shapes.transformers is None or "experts" not in name):
             experts = shapes.experts_of(int(name.split(".")[1]))
             rows[name] = (shapes.intermediate_size if experts is None else experts.shared_intermediate_size,) * 2
     return rows
