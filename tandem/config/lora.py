@@ -33,7 +33,8 @@ class LoraConfig:
     target_modules: tuple[str, ...] = LINEAR_MODULES
     """The matrices with an adapter, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; by default all of them. Those of
     experts have none. In a model with latent attention `q_a_proj` and `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `kv_b_proj` and `o_proj`. In
-    layers with linear attention `in_proj_qkvz`, `in_proj_ba` and `out_proj`."""
+    layers with linear attention `in_proj_qkvz`, `in_proj_ba` and `out_proj`. With `model.implementation: transformers` any linear layers of the module, by the
+    last part of their names."""
     quantization: Literal["none", "nf4", "int4"] = "none"
     """Keep the matrices of the layers that stay as they are in 4 bits, in the trainer and in the engine, and decode them where they are multiplied
     (QLoRA; Dettmers et al., 2023). `nf4`: 4-bit NormalFloat with a scale for every 64 weights; `int4`: whole numbers with a scale and a zero for every 128.
@@ -55,10 +56,14 @@ class LoraConfig:
         if not self.target_modules:
             raise UserError("'trainer.lora.target_modules' is empty, so that nothing would be trained; name at least one, or leave the key out for all")
         for name in self.target_modules:
-            if name not in (supported := (*LINEAR_MODULES, *LATENT_MODULES, *LINEAR_ATTENTION_MODULES)):
-                raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join(supported)}")
             if self.target_modules.count(name) > 1:
                 raise UserError(f"'trainer.lora.target_modules' has '{name}' twice; name each once")
+
+    def check_names(self) -> None:
+        """Raises ``UserError`` for a matrix that no network of Tandem's own has."""
+        for name in self.target_modules:
+            if name not in (supported := (*LINEAR_MODULES, *LATENT_MODULES, *LINEAR_ATTENTION_MODULES)):
+                raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join(supported)}")
 
 
 def check_rollout_lora(recipe: "Recipe") -> None:

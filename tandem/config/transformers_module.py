@@ -17,7 +17,10 @@ Refusal = tuple[str, object, tuple[object, ...], str]
 
 def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parallel: ParallelConfig, more: Iterable[Refusal] = ()) -> None:
     """Raises ``UserError`` for the first key with a value that ``model.implementation: transformers`` cannot have. ``more``: those of other sections."""
+    lora = trainer.lora
     if not model.implemented_by.is_transformers:
+        if lora is not None:
+            lora.check_names()
         return
     whole = "computes whole models"
     refusals: tuple[Refusal, ...] = (
@@ -27,7 +30,9 @@ def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parall
         ("parallel.context", parallel.context, (1,), whole),
         ("parallel.expert", parallel.expert, (1,), whole),
         ("parallel.zero", parallel.zero, (0, 1, 2), "keeps whole weights on every rank"),
-        ("trainer.lora", None if trainer.lora is None else "given", (None,), "trains whole weights"),
+        ("trainer.lora.quantization", "none" if lora is None else lora.quantization, ("none",), "multiplies with plain weights"),
+        ("trainer.router_balance_loss", trainer.router_balance_loss, (0.0,), "adds no loss of its routers"),
+        ("trainer.router_bias_rate", trainer.router_bias_rate, (0.0,), "leaves routers as they are trained"),
         ("trainer.offload_parameters", trainer.offload_parameters, ("none",), "keeps weights in memory"),
         ("trainer.offload_activations", trainer.offload_activations, ("none",), "keeps activations in memory"),
         *more,

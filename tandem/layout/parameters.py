@@ -33,7 +33,11 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
     own = shapes.own_parameters if shapes.transformers is None else shapes.transformers.parameters
     if own:
-        yield from (Parameter(name, shape) for name, shape in own)
+        adapted = set() if shapes.lora is None or shapes.transformers is None else set(shapes.transformers.linears)
+        for name, shape in own:
+            yield Parameter(name, shape)
+            if (matrix := name.removesuffix(".weight")) in adapted:
+                yield from _adapter_parameters(shapes, matrix, *shape)
         return
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))

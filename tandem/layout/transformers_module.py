@@ -11,11 +11,13 @@ class TransformersModule:
     Attributes:
         class_name: Its class, for messages.
         parameters: (name, shape) of every parameter, as its folder names them, in its own order; a tied head is not listed.
-        names: The names of the parameters in the module, in the same order.
+        names: The names of the parameters in the module that they are parts of, in the same order.
+        starts: The elements of those at which they begin: 0 but for the matrices of several experts in one parameter.
         embedding: The name of the embedding of tokens [V, H].
         head: The name of the head's weight, which a folder may have too where it is tied.
         attention: The names of the modules that call attention, one for each layer.
         layers: The name of the list of layers.
+        linears: The names, without ``.weight``, of the linear layers that an adapter can change, which the folder and the module name alike.
         ignored: Patterns of the names of tensors that a folder may have beside the parameters.
         trust_remote_code: The class is the code in the model's folder, which the user has allowed to run.
     """
@@ -23,12 +25,28 @@ class TransformersModule:
     class_name: str
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     names: tuple[str, ...]
+    starts: tuple[int, ...]
     embedding: str
     head: str
     attention: tuple[str, ...]
     layers: str
+    linears: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     trust_remote_code: bool = False
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """What PEFT's ``target_modules`` can name: the last parts of the names of ``linears``."""
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
+
+    def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
+        """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in
+        ``name``."""
+        parts = (shape[0] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
+        own_rows = list[int]()
+        while sum(own_rows) < rows:
+            own_rows.append(next(parts))
+        return tuple(own_rows)
 
     def ignores(self, name: str) -> bool:
         """Returns whether a folder may have the tensor ``name`` although it is no parameter."""

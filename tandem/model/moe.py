@@ -174,7 +174,7 @@ def mixture(
             return out
         return with_biases(out, biases.down if biases.adds_down else biases.down * 0.0, bounds)
 
-    rows = _dispatched(x, routing, layer.num_experts_per_tok)
+    rows = dispatched(x, routing, layer.num_experts_per_tok)
     is_divided = ranks is not None and ranks.size > 1
     rows = on_their_ranks(rows, routing.bounds, ranks, compute) if ranks is not None and is_divided else compute(rows, routing.bounds)
     returned = rows.index_select(0, routing.inverse).view(len(x), layer.num_experts_per_tok, rows.shape[1])
@@ -221,7 +221,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: in
     return num_experts * (share * probabilities.mean(0)).sum()
 
 
-def _dispatched(x: Tensor, routing: Routing, each: int) -> Tensor:
+def dispatched(x: Tensor, routing: Routing, each: int) -> Tensor:
     """Returns each token's row once for each of its experts, sorted by expert."""
     if x.requires_grad and torch.is_grad_enabled():
         return _Dispatch.apply(x, routing.order, routing.inverse, each)  # type: ignore[no-any-return]

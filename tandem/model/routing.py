@@ -50,7 +50,7 @@ class Selection(NamedTuple):
         return routed_to(logits, self.choose(self.scores(logits.detach()), experts_per_token), normalised, self)
 
 
-class _WithoutGradient(torch.autograd.Function):
+class WithoutGradient(torch.autograd.Function):
     """Returns ``gates``; ``bias`` gets a gradient of 0, as a parameter that no optimizer changes."""
 
     @staticmethod
@@ -75,13 +75,18 @@ def routed_to(logits: Tensor, experts: Tensor, normalised: bool, selection: Sele
     if selection is not None:
         gates = gates if selection.routing.scaling == 1.0 else gates * selection.routing.scaling
         if selection.bias is not None and selection.bias.requires_grad and torch.is_grad_enabled():
-            gates = _WithoutGradient.apply(gates, selection.bias)
+            gates = WithoutGradient.apply(gates, selection.bias)
+    order, inverse, bounds = sorted_by_expert(experts, logits.shape[1])
+    return Routing(gates, experts, bounds, order, inverse)
+
+
+def sorted_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``order``, ``inverse`` and ``bounds`` of a ``Routing`` to ``experts[T, k]`` int64."""
     ordered, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     # A search instead of ``bincount``, for which torch would synchronize with a GPU.
-    bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
-    return Routing(gates, experts, bounds, order, inverse)
+    return order, inverse, torch.searchsorted(ordered, torch.arange(num_experts + 1, device=order.device))
 
 
 class ReplayCount:

@@ -14,7 +14,7 @@ from tandem.engine.llm import LLM
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.model.adopted import packed_layout
 from tandem.model.drawn import new_adapter
-from tandem.model.huggingface.model_folder import load_tensors, read_tensors
+from tandem.model.huggingface.model_folder import load_tensors, read_held
 from tandem.model.huggingface.peft_folder import read_adapter
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
@@ -132,7 +132,8 @@ class RolloutWorker:
         base_bytes, revision = 0, None
         if llm.engine.is_sleeping and llm.engine.shapes.lora is not None:
             # Its weights were freed, and the update holds the adapter alone.
-            load_tensors(llm.engine.decoder, chain(read_tensors(llm.model_folder), new_adapter(llm.engine.shapes, self.recipe.run.seed)), pack=True)
+            decoder, seed = llm.engine.decoder, self.recipe.run.seed
+            load_tensors(decoder, chain(read_held(llm.model_folder, decoder), new_adapter(decoder.shapes, seed)), pack=True)
             base_bytes = self._base_bytes()
         had_own = not llm.engine.shares_weights
         if llm.weight_version != version or llm.engine.is_sleeping:

@@ -23,7 +23,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 16},
     "exaone4": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4},
     "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron": {},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
     "stablelm": {"qk_layernorm": True},
     "starcoder2": {"sliding_window": 20},
 }

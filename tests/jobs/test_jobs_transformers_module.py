@@ -21,7 +21,12 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-TYPES: dict[str, dict[str, Any]] = {"gpt_neox": {}, "stablelm": {"qk_layernorm": True}, "starcoder2": {"sliding_window": 9}, "qwen3": {"head_dim": 16}}
+TYPES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {}, "stablelm": {"qk_layernorm": True}, "starcoder2": {"sliding_window": 9}, "qwen3": {"head_dim": 16},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2}, "granite": {"logits_scaling": 3.0},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+}  # fmt: skip
 STEPS, LONG = 10, 40
 
 
@@ -71,7 +76,12 @@ def test_the_commands_at_the_end_of_a_run_name_what_computes_the_model() -> None
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "trainer"),
-    [("gpt_neox", {}), ("stablelm", {"precision": "bf16", "recompute": "full"}), ("starcoder2", {"recompute": "selective"})], ids=lambda value: str(value),
+    [
+        ("gpt_neox", {}), ("stablelm", {"precision": "bf16", "recompute": "full"}), ("starcoder2", {"recompute": "selective"}), ("granite", {}),
+        ("olmoe", {"recompute": "full"}), ("qwen3_moe", {"precision": "bf16"}),
+        ("dots1", {"optimizer": "muon", "weight_decay": 0.1}),
+    ],
+    ids=lambda value: str(value),
 )
 def test_grpo_trains_for_ten_steps_with_the_bits_of_the_rollout_and_transformers_reads_the_result(
     model_type: str, trainer: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -89,6 +99,29 @@ def test_grpo_trains_for_ten_steps_with_the_bits_of_the_rollout_and_transformers
     capsys.readouterr()
     assert main(["generate", str(trained), "--model-impl", "transformers", "--prompt", "12", "--max-tokens", "4", "--temperature", "0"]) in (0, None)
     assert capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model_type", "target_modules"), [("gpt_neox", ["query_key_value", "dense_h_to_4h"]), ("qwen3_moe", ["q_proj", "o_proj"])])
+def test_grpo_trains_an_adapter_that_peft_reads_and_the_model_with_it_merged(model_type: str, target_modules: list[str], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path / "model", model_type)
+    lora = {"rank": 4, "alpha": 16.0, "target_modules": target_modules}
+    result = train(rl_recipe(folder, tmp_path / "runs", trainer={"lora": lora, "learning_rate": 1e-2}), rewards=[early_letters])
+    trained = Path(result.model)
+    written = [json.loads(line) for line in (trained.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mismatch_max_abs"] for row in written] == [0.0] * STEPS and written[-1]["kl"] > 0
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), trained.parent / "adapter")
+    merged, start = AutoModelForCausalLM.from_pretrained(trained), AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(5, 25).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=0, atol=1e-4)
+        assert not torch.allclose(start(tokens).logits, merged(tokens).logits, atol=1e-3)
+    before, after = dict(read_tensors(folder, stacked=False)), dict(read_tensors(trained, stacked=False))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed and all(name.removesuffix(".weight").rpartition(".")[2] in target_modules for name in changed)
 
 
 def sft_recipe(folder: Path, model: Path, /, **changed: Any) -> Path:
@@ -153,7 +186,10 @@ def test_two_ranks_with_and_without_shards_have_the_curve_of_one(zero: int, undi
 CANNOT = {
     "parallel.tensor=2": "'parallel.tensor' is 2 and model.implementation 'transformers', which computes whole models; set it to 1",
     "parallel.pipeline=2": "'parallel.pipeline' is 2 and model.implementation", "parallel.context=2": "'parallel.context' is 2 and model.implementation",
-    "trainer.lora.rank=4": "'trainer.lora' is 'given' and model.implementation", "parallel.zero=3 parallel.data=2": "set it to 0 or 1 or 2",
+    "trainer.lora.quantization=nf4": "'trainer.lora.quantization' is 'nf4' and model.implementation",
+    "trainer.router_balance_loss=0.1": "'trainer.router_balance_loss' is 0.1 and model.implementation",
+    "trainer.lora.target_modules=[dense] model.implementation=tandem": "'trainer.lora.target_modules' has 'dense'; supported are",
+    "parallel.zero=3 parallel.data=2": "set it to 0 or 1 or 2",
     "trainer.offload_activations=nvme": "'trainer.offload_activations' is 'nvme' and model.implementation",
     "trainer.offload_parameters=nvme trainer.offload=nvme": "'trainer.offload_parameters' is 'nvme' and model.implementation",
     "model.trust_remote_code=true model.implementation=tandem": "'model.trust_remote_code' is true, which is not read: model.implementation is 'tandem'",

@@ -94,7 +94,7 @@ def load_decoder(
             implemented_by=implemented_by,
         )
     if implemented_by.is_transformers:
-        decoder = unfilled_model(model, chosen, dtype=dtype, device=device, implemented_by=implemented_by)
+        decoder = unfilled_model(model, chosen, dtype=dtype, device=device, lora=lora, implemented_by=implemented_by)
     else:
         decoder = Decoder(adapted_shapes(read_shapes(model, heads), lora), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)

@@ -253,6 +253,8 @@ def load_adapter_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Non
 
 def adapter_of(decoder: Decoder) -> dict[str, Tensor]:
     """Returns a view of every parameter of the decoder's adapter by name, in the order of ``layout.shapes.parameters``; also of a packed decoder."""
+    if decoder.shapes.transformers is not None:
+        return cast("dict[str, Tensor]", cast("Any", decoder).adapter_parameters())
     tensors: dict[str, Tensor] = {}
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
@@ -349,7 +351,7 @@ def unfilled_model(
         # Imported here, because transformers is not needed for models of Tandem's own.
         from tandem.model.transformers_module.decoder import new_decoder
 
-        assert group is None and parallel is None and len(spans) < 2 and shapes.exported == shapes
+        assert group is None and parallel is None and len(spans) < 2 and shapes.value_head == "none"
         return new_decoder(shapes, kernels, folder, dtype, device)
     return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
 

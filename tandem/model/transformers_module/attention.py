@@ -18,12 +18,13 @@ _PLACE = "_tandem_attention"
 
 class Computing:
     """What the replaced parts of one module compute with: the ``kernels``, and during a forward pass its ``context`` and ``kv_dtype``, the dtype that packed
-    keys and values are rounded to."""
+    keys and values are rounded to. ``has_adapter``: linear layers add the adapter that they have."""
 
     def __init__(self, shapes: ModelShapes, kernels: Kernels) -> None:
         self.shapes, self.kernels = shapes, kernels
         self.context: AttentionContext | None = None
         self.kv_dtype: torch.dtype | None = None
+        self.has_adapter = True
         self.rotation: Rotation | None = None
 
     def begin(self, kernels: Kernels, context: AttentionContext, kv_dtype: torch.dtype, tokens: Tensor) -> None:

@@ -1,6 +1,8 @@
 """A decoder whose network is a module of transformers, with the interface of ``Decoder`` for the engine, the trainer and the publication of weights."""
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels
 from tandem.kernels.kv_dtype import stored_dtype
+from tandem.layout.parameters import parameters
 from tandem.layout.pipeline_stages import whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE
@@ -18,18 +21,20 @@ from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.model.quantization.scheme import Scheme
 from tandem.model.recompute import Recompute, around_layers
-from tandem.model.routing import ReplayCount
+from tandem.model.routing import ReplayCount, WithoutGradient
 from tandem.model.transformers_module.attention import NAME, Computing, attach
 from tandem.model.transformers_module.describe import new_module, read_config
-from tandem.model.transformers_module.replaced import products, replace_parts
+from tandem.model.transformers_module.kept import Kept
+from tandem.model.transformers_module.replaced import KernelLinear, add_adapters, products, replace_parts
 from tandem.types.kv_cache import KVCacheDtype
 
 
 class TransformersDecoder(Decoder):
     """The module of transformers that ``shapes`` describe, over a flat batch of T tokens.
 
-    Attention, linear layers, root-mean-square norms, common activations, the head and the log-probabilities are Tandem's kernels; the rest is the module's
-    own. It is never sharded, and has no adapter, value head or quantization. ``config``: of transformers, as ``read_config`` returns it.
+    Attention, linear layers, experts, the adapter that is trained, root-mean-square norms, common activations, the head and the log-probabilities are Tandem's
+    kernels; the rest is the module's own. It is never sharded, and has no value head or quantization. ``config``: of transformers, as ``read_config`` returns
+    it.
     """
 
     def __init__(self, shapes: ModelShapes, kernels: Kernels, config: Any, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
@@ -40,7 +45,9 @@ class TransformersDecoder(Decoder):
         self.kernels, self.dtype, self.config = kernels, dtype, config
         network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
         self.computing = Computing(shapes, kernels)
+        self.kept = Kept(network, dtype, shapes.lora is None)
         replace_parts(network, self.computing)
+        add_adapters(network, shapes)
         attach(network, self.computing)
         # Parameters are named by the first place that has them: as in a ``Decoder`` where it has the same.
         self.embed_tokens = network.get_input_embeddings().weight
@@ -56,7 +63,7 @@ class TransformersDecoder(Decoder):
         self.around_layer = None
         self.recompute: Recompute = "none"
         self.replay_count = ReplayCount()
-        self.is_frozen = self._has_adapter = False
+        self.is_frozen = False
         self._is_packed, self._packed_head, self._version = False, None, 0
         self._around: Any = None
 
@@ -69,8 +76,14 @@ class TransformersDecoder(Decoder):
 
     @property
     def head_weight(self) -> Tensor:
-        head: Tensor = self.network.get_output_embeddings().weight
-        return head
+        """The head [V, H]; one with a bias has it as a further column, which ``_to_head`` multiplies with 1."""
+        head = self.network.get_output_embeddings()
+        weight: Tensor = head.weight
+        return weight if head.bias is None else torch.cat((weight, head.bias.unsqueeze(1)), dim=1)
+
+    def _to_head(self, hidden: Tensor) -> Tensor:
+        read = super()._to_head(hidden)
+        return read if self.network.get_output_embeddings().bias is None else torch.cat((read, read.new_ones(len(read), 1)), dim=1)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
@@ -97,6 +110,9 @@ class TransformersDecoder(Decoder):
         base = self.network.base_model
         output = base(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state[0]
+        if hidden.requires_grad:
+            for parameter in self.kept.parameters():
+                hidden = WithoutGradient.apply(hidden, parameter) if parameter.requires_grad else hidden
         return hidden
 
     def _layer(self, index: int, forward: Callable[..., Any], hidden: Tensor, *given: Any, **named: Any) -> Any:
@@ -123,7 +139,35 @@ class TransformersDecoder(Decoder):
             raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
         module = self.shapes.transformers
         assert module is not None
-        return {name: self.network.get_parameter(own).detach() for (name, _), own in zip(module.parameters, module.names, strict=True)}
+        tensors, kept = {}, self.kept.by_name()
+        for (name, shape), own, start in zip(module.parameters, module.names, module.starts, strict=True):
+            whole = (kept[own] if own in kept else self.network.get_parameter(own)).detach()
+            tensors[name] = whole.view(-1)[start : start + math.prod(shape)].view(shape)
+        tensors |= self.adapter_parameters()
+        return {name: tensors[name] for name, _ in parameters(self.shapes)}
+
+    def adapter_parameters(self) -> dict[str, Tensor]:
+        """Returns a view of every parameter of the adapter by its name; also of a packed decoder."""
+        tensors: dict[str, Tensor] = {}
+        for name, module in self.network.named_modules():
+            if isinstance(module, KernelLinear) and module.adapter is not None:
+                tensors |= module.adapter.named([name])
+        return tensors
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        assert not self._is_packed
+        before, self.computing.has_adapter = self.computing.has_adapter, False
+        try:
+            yield
+        finally:
+            self.computing.has_adapter = before
+
+    def pack_adapter(self) -> None:
+        for each in products(self.network):
+            if isinstance(each, KernelLinear):
+                each.pack_adapter(self.kernels)
+        self._version += 1
 
     @property
     def is_packed(self) -> bool:
@@ -155,7 +199,7 @@ class TransformersDecoder(Decoder):
     def _pack_products(self, module: nn.Module) -> None:
         for each in products(module):
             if each.packed is None:
-                each.packed, each.plain_shape = self.kernels.pack(each.plain()), each.weight.shape
+                each.packed, each.plain_shape = each.pack(self.kernels), tuple(each.weight.shape)  # type: ignore[assignment]
                 each.weight.data = each.weight.data.new_empty(0)
 
     def unpack(self, in_one_layer: bool = False) -> None:
@@ -175,8 +219,10 @@ class TransformersDecoder(Decoder):
         self._is_packed, twin._is_packed = True, self._is_packed
         self._packed_head, twin._packed_head = twin._packed_head, self._packed_head
         self._version += 1
-        for own, other in zip(self.network.parameters(), twin.network.parameters(), strict=True):
+        for own, other in zip(self.parameters(), twin.parameters(), strict=True):
             own.data, other.data = other.data, own.data
+        self.kept.bind()
+        twin.kept.bind()
         for product, of_twin in zip(products(self.network), products(twin.network), strict=True):
             product.packed, of_twin.packed = of_twin.packed, product.packed
             product.plain_shape = of_twin.plain_shape
@@ -188,6 +234,7 @@ class TransformersDecoder(Decoder):
         if self._is_packed:
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         nn.Module._apply(self, fn, recurse)
+        self.kept.bind()
         self.dtype = self.embed_tokens.dtype
         return self
 

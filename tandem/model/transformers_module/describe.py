@@ -15,15 +15,20 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.transformers_module import TransformersModule
 from tandem.model.transformers_module.attention import NAME, attention
-from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, one_line, probe
+from tandem.model.transformers_module.experts import STACKED, experts, is_mixture, observed_experts
+from tandem.model.transformers_module.folder_names import Stored, stored_tensors
+from tandem.model.transformers_module.kept import kept_names
+from tandem.model.transformers_module.logits_form import LogitsForm
+from tandem.model.transformers_module.one_line import one_line
+from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, probe
 from tandem.model.transformers_module.read import to_json
 from tandem.types import UserError
 
@@ -34,6 +39,8 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE, observe)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, observed_mask)
 # Without a mask function of this name, transformers makes no masks.
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_EXPERTS_FUNCTIONS.register(PROBE, observed_experts)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
 def read_config(folder: str | Path, trust_remote_code: bool) -> Any:
@@ -45,9 +52,13 @@ def read_config(folder: str | Path, trust_remote_code: bool) -> Any:
 
 
 def new_module(config: Any, function: str, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool) -> Any:
-    """Returns the causal language model of ``config`` with uninitialised weights in ``dtype``, whose attention is ``function``."""
+    """Returns the causal language model of ``config`` with uninitialised weights in ``dtype``, whose attention and experts are ``function``."""
+    functions = {"attn_implementation": function, "experts_implementation": function}
     with torch.device(device), _without_initialisation():
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=function, dtype=dtype, trust_remote_code=trust_remote_code)
+        network = AutoModelForCausalLM.from_config(config, **functions, dtype=dtype, trust_remote_code=trust_remote_code)
+    for parameter in network.parameters():
+        # Some classes make their routers in fp32.
+        parameter.data = parameter.data.to(dtype)
     network.tie_weights()
     return network.eval()
 
@@ -68,10 +79,11 @@ def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
     except Exception as error:
         raise UserError(f"transformers cannot make its module ({one_line(error)})") from None
     _check_module(network)
-    names = _file_names(network)
-    _check_files(Path(folder), names, network)
+    kept = kept_names(network)
+    stored = stored_tensors(network, kept)
+    _check_files(Path(folder), {each.name for each in stored}, network)
     try:
-        return _shapes(network, config, names, probe(network), trust_remote_code)
+        return _shapes(network, config, stored, kept, *probe(network), trust_remote_code)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -109,34 +121,15 @@ def _check_module(network: Any) -> None:
     head = network.get_output_embeddings()
     if not isinstance(head, nn.Linear) or network.get_input_embeddings() is None or network.base_model is network:
         raise UserError(f"{type(network).__name__} has no plain head over a base model")
-    if head.bias is not None:
-        raise UserError("its language-model head has a bias, which the log-probabilities do not have")
-    parameters = dict(network.named_parameters())
-    if any(parameter.ndim > 2 for parameter in parameters.values()):
-        raise UserError("it is a mixture of experts, whose matrices have other names and shapes in the module than in its folder")
-    kept = [name for name in network.state_dict() if name not in dict(network.named_parameters(remove_duplicate=False))]
-    if kept:
-        raise UserError(f"it keeps '{kept[0]}' in its folder, which is no parameter")
+    stacked = {f"{name}.{each}" for name, module in network.named_modules() if is_mixture(module) for each in STACKED}
+    for name, parameter in network.named_parameters():
+        if parameter.ndim > 2 and name not in stacked:
+            raise UserError(f"its '{name}' is no matrix, and {type(network).__name__} does not let other code compute it as experts")
 
 
-def _file_names(network: Any) -> dict[str, str]:
-    """Returns the name in the folder of every parameter, by its name in the module, also those of tied ones. Raises ``UserError`` if transformers
-    converts parameters when it saves them, beyond their names."""
-    own, every = dict(network.named_parameters()), dict(network.named_parameters(remove_duplicate=False))
-    try:
-        written = revert_weight_conversion(network, {name: parameter.detach() for name, parameter in own.items()})
-        numbered = revert_weight_conversion(network, {name: torch.tensor(number) for number, name in enumerate(every)})
-    except Exception as error:
-        raise UserError(f"its parameters are converted when it is saved ({one_line(error)})") from None
-    names = {int(number): name for name, number in numbered.items()}
-    if len(written) != len(own) or sorted(names) != list(range(len(every))):
-        raise UserError("its parameters are converted when it is saved")
-    return {name: names[number] for number, name in enumerate(every)}
-
-
-def _check_files(folder: Path, names: dict[str, str], network: Any) -> None:
-    """Raises ``UserError`` if the folder has other tensors than the parameters by their ``names``."""
-    known, ignored = set(names.values()), network._keys_to_ignore_on_load_unexpected or ()
+def _check_files(folder: Path, known: set[str], network: Any) -> None:
+    """Raises ``UserError`` if the folder has other tensors than the ``known`` ones."""
+    ignored = network._keys_to_ignore_on_load_unexpected or ()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 - it is no mapping
@@ -144,7 +137,9 @@ def _check_files(folder: Path, names: dict[str, str], network: Any) -> None:
                     raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
 
 
-def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[Call], trust_remote_code: bool) -> ModelShapes:
+def _shapes(
+    network: Any, config: Any, stored: list[Stored], kept: tuple[str, ...], calls: list[Call], form: LogitsForm, trust_remote_code: bool
+) -> ModelShapes:
     layers = config.num_hidden_layers
     if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
         raise UserError(f"{len(calls)} of its {layers} layers compute attention, and each must once")
@@ -155,11 +150,16 @@ def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[C
         raise UserError("its config.json does not say max_position_embeddings")
     names = {id(module): name for name, module in network.named_modules()}
     attention_names = [names[id(call.module)] for call in calls]
-    parameters = tuple((file_names[name], tuple(parameter.shape)) for name, parameter in network.named_parameters())
+    place = {name: index for index, name in enumerate((*(name for name, _ in network.named_parameters()), *kept))}
+    file_name = {each.own: each.name for each in stored}
+    # A tied head has the name of its own only beside the parameters.
+    listed = sorted((each for each in stored if each.own in place), key=lambda each: (place[each.own], each.start))
+    parameters = tuple((each.name, each.shape) for each in listed)
     embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
     name_of = {id(parameter): name for name, parameter in network.named_parameters()}
     (query_heads, kv_heads, size), hidden = calls[0].heads, int(embedding.shape[1])
     inner = getattr(config, "intermediate_size", None)
+    head_name = names[id(network.get_output_embeddings())]
     windows = tuple(call.window for call in calls)
     return ModelShapes(
         architecture=config.model_type,
@@ -175,14 +175,21 @@ def _shapes(network: Any, config: Any, file_names: dict[str, str], calls: list[C
         gated_mlp=any("gate" in name for name, _ in parameters),
         layer_windows=windows if any(windows) else (),
         score_cap=calls[0].cap,
+        logit_cap=form.cap,
+        multipliers=Multipliers(logits_scaling=form.scaling),
         transformers=TransformersModule(
             class_name=type(network).__name__,
             parameters=parameters,
-            names=tuple(name for name, _ in network.named_parameters()),
-            embedding=file_names[name_of[id(embedding)]],
-            head=file_names[f"{names[id(network.get_output_embeddings())]}.weight"],
+            names=tuple(each.own for each in listed),
+            starts=tuple(each.start for each in listed),
+            embedding=file_name[name_of[id(embedding)]],
+            head=file_name[f"{head_name}.weight"],
             attention=tuple(attention_names),
             layers=_common_list(attention_names),
+            linears=tuple(
+                name for each in listed
+                if (name := each.name.removesuffix(".weight")) != each.name == each.own and type(network.get_submodule(name)) is nn.Linear and name != head_name
+            ),
             ignored=tuple(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()),
             trust_remote_code=trust_remote_code,
         ),

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.transformers_module.attention import UNDERSTOOD
+from tandem.model.transformers_module.logits_form import LogitsForm, observe_logits
+from tandem.model.transformers_module.one_line import one_line
 from tandem.types import UserError
 
 PROBE = "tandem_probe"
@@ -32,14 +34,15 @@ class _Observer:
     calls: list[Call]
     head_input: Tensor | None = None
     head_output: Tensor | None = None
-    hidden: Tensor | None = None
+    base_output: Any = None
 
 
 _observers: list[_Observer] = []
 
 
-def probe(network: Any) -> list[Call]:
-    """Returns the calls of attention of ``network``, a causal language model on the ``meta`` device whose attention is ``PROBE``, in order.
+def probe(network: Any) -> tuple[list[Call], LogitsForm]:
+    """Returns the calls of attention of ``network``, a causal language model on the ``meta`` device whose attention is ``PROBE``, in order; and how it computes
+    its logits.
 
     Raises:
         UserError: The module computes with attention, masks or logits in a way that has no equal here.
@@ -47,7 +50,7 @@ def probe(network: Any) -> list[Call]:
     observer, head, base = _Observer([]), network.get_output_embeddings(), network.base_model
     hooks = [
         head.register_forward_hook(lambda _, given, output: _note(observer, given[0], output)),
-        base.register_forward_hook(lambda _, __, output: setattr(observer, "hidden", output[0])),
+        base.register_forward_hook(lambda _, __, output: setattr(observer, "base_output", output)),
     ]
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     _observers.append(observer)
@@ -65,21 +68,19 @@ def probe(network: Any) -> list[Call]:
         _observers.pop()
         for hook in hooks:
             hook.remove()
-    _check_head(observer, output.logits)
-    return observer.calls
+    return observer.calls, _logits_form(network, observer, output.logits)
 
 
 def _note(observer: _Observer, given: Tensor, output: Tensor) -> None:
     observer.head_input, observer.head_output = given, output
 
 
-def _check_head(observer: _Observer, logits: Tensor) -> None:
-    if observer.head_output is None or observer.hidden is None or observer.head_input is None:
+def _logits_form(network: Any, observer: _Observer, logits: Tensor) -> LogitsForm:
+    if observer.head_output is None or observer.base_output is None or observer.head_input is None:
         raise UserError("its logits are not those of one model and one head")
-    if logits is not observer.head_output:
-        raise UserError("it changes its logits after the head, such as by a factor or a cap")
-    if _memory(observer.head_input) is not _memory(observer.hidden) or observer.head_input.shape != observer.hidden.shape:
-        raise UserError("it changes the hidden states before the head")
+    hidden = observer.base_output[0]
+    is_read = _memory(observer.head_input) is _memory(hidden) and observer.head_input.shape == hidden.shape
+    return LogitsForm() if is_read and logits is observer.head_output else observe_logits(network, observer.base_output)
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -118,9 +119,3 @@ def observed_mask(batch_size: int, q_length: int, kv_length: int, *_: Any, mask_
     count = int(seen.sum())
     is_window = seen.shape == keys.shape and count > 0 and bool(seen[FARTHEST - count + 1 : FARTHEST + 1].all())
     return torch.full((1, 1, q_length, kv_length), _OTHER if not is_window else _FULL if count == FARTHEST + 1 else count)
-
-
-def one_line(error: Exception) -> str:
-    """Returns the first line of what ``error`` says."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:160]

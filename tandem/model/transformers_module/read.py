@@ -10,14 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.transformers_module import TransformersModule
 from tandem.types import RunError, UserError
 
 DESCRIBE = "tandem.model.transformers_module.describe"
 _PLAIN = (
     "architecture", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "max_position_embeddings", "tie_word_embeddings", "gated_mlp", "score_cap",
+    "max_position_embeddings", "tie_word_embeddings", "gated_mlp", "score_cap", "logit_cap",
 )  # fmt: skip
 """The fields of ``ModelShapes`` that a module of transformers has."""
 
@@ -79,7 +79,9 @@ def to_json(shapes: ModelShapes) -> dict[str, Any]:
     module = shapes.transformers
     assert module is not None
     fields = {name: getattr(module, name) for name in TransformersModule.__dataclass_fields__}
-    return {name: getattr(shapes, name) for name in _PLAIN} | {"layer_windows": shapes.layer_windows, "transformers": fields}
+    return {name: getattr(shapes, name) for name in _PLAIN} | {
+        "layer_windows": shapes.layer_windows, "logits_scaling": shapes.multipliers.logits_scaling, "transformers": fields,
+    }  # fmt: skip
 
 
 def from_json(content: dict[str, Any]) -> ModelShapes:
@@ -90,8 +92,12 @@ def from_json(content: dict[str, Any]) -> ModelShapes:
             **fields,
             "parameters": tuple((name, tuple(shape)) for name, shape in fields["parameters"]),
             "names": tuple(fields["names"]),
+            "starts": tuple(fields["starts"]),
             "attention": tuple(fields["attention"]),
+            "linears": tuple(fields["linears"]),
             "ignored": tuple(fields["ignored"]),
         }
     )
-    return ModelShapes(**{name: content[name] for name in _PLAIN}, layer_windows=tuple(content["layer_windows"]), transformers=module)
+    plain = {name: content[name] for name in _PLAIN}
+    multipliers = Multipliers(logits_scaling=content["logits_scaling"])
+    return ModelShapes(**plain, layer_windows=tuple(content["layer_windows"]), multipliers=multipliers, transformers=module)

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from tandem.kernels.api import PackedWeight
+from tandem.kernels.api import Kernels, PackedWeight
+from tandem.layout.shapes import ModelShapes
 from tandem.model.layer import factor_of_norm
+from tandem.model.trained_adapter import AdaptedWeight, TrainedAdapter, adapted_linear, packed_by
 from tandem.model.transformers_module.attention import Computing
+from tandem.model.transformers_module.experts import ExpertProduct, expert_products, replace_mixtures
 
 CHUNK = 2**14
 """Elements that an activation is computed of at once on a CPU: fewer than torch divides over threads, and whole vectors, so that an element's bits do not
@@ -24,21 +27,35 @@ _GELU_TANH = tuple(getattr(activations, name) for name in ("GELUTanh", "PytorchG
 
 
 class KernelLinear(nn.Linear):
-    """A linear layer by the kernels. ``packed``: its weight in their layout (``None``: plain); ``plain_shape``: the shape of the plain one meanwhile."""
+    """A linear layer by the kernels. ``packed``: its weight in their layout (``None``: plain); ``plain_shape``: the shape of the plain one meanwhile.
+    ``adapter``: the one that is trained beside it (``None``: none)."""
 
     computing: Computing
-    packed: PackedWeight | None
+    packed: PackedWeight | AdaptedWeight | None
     plain_shape: tuple[int, ...]
+    adapter: TrainedAdapter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        rows, kernels = input.reshape(-1, self.in_features), self.computing.kernels
+        rows, kernels, adapter = input.reshape(-1, self.in_features), self.computing.kernels, self.adapter
         if self.packed is not None:
-            return kernels.linear_packed(rows, self.packed, self.bias).view(*input.shape[:-1], self.out_features)
-        return kernels.linear(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
+            out = adapted_linear(kernels.linear_packed, rows, self.packed, self.bias)
+        else:
+            weight = self.weight if adapter is None or not self.computing.has_adapter else adapter.around(self.weight)
+            out = adapted_linear(kernels.linear, rows, weight, self.bias)
+        return out.view(*input.shape[:-1], self.out_features)
 
     def plain(self) -> Tensor:
         """Returns the weight [N, K]."""
         return self.weight
+
+    def pack(self, kernels: Kernels) -> PackedWeight | AdaptedWeight:
+        packed = kernels.pack(self.plain())
+        return packed if self.adapter is None else self.adapter.around(packed, packed_by(kernels))
+
+    def pack_adapter(self, kernels: Kernels) -> None:
+        """Packs the adapter of a packed layer again, after it has changed."""
+        if self.adapter is not None and isinstance(self.packed, AdaptedWeight):
+            self.packed = self.adapter.around(self.packed.weight, packed_by(kernels))
 
 
 class KernelConv1D(Conv1D):  # type: ignore[misc]  # transformers has no types for it
@@ -57,6 +74,9 @@ class KernelConv1D(Conv1D):  # type: ignore[misc]  # transformers has no types f
     def plain(self) -> Tensor:
         weight: Tensor = self.weight
         return weight.t().contiguous()
+
+    def pack(self, kernels: Kernels) -> PackedWeight:
+        return kernels.pack(self.plain())
 
 
 class KernelNorm(nn.Module):
@@ -131,8 +151,10 @@ def replace_parts(network: nn.Module, computing: Computing) -> None:
     verdicts: dict[type, bool | None] = {}
     for module in network.modules():
         kind = type(module)
-        if kind in (nn.Linear, Conv1D) and module is not head:
-            _become(module, KernelLinear if kind is nn.Linear else KernelConv1D, computing, packed=None, plain_shape=())
+        if kind is nn.Linear and module is not head:
+            _become(module, KernelLinear, computing, packed=None, plain_shape=(), adapter=None)
+        elif kind is Conv1D:
+            _become(module, KernelConv1D, computing, packed=None, plain_shape=())
         elif kind.__name__.endswith("RMSNorm"):
             if kind not in verdicts:
                 verdicts[kind] = _from_one(module, computing)
@@ -147,11 +169,24 @@ def replace_parts(network: nn.Module, computing: Computing) -> None:
             module.forward = EvenActivation(module.forward)  # type: ignore[method-assign]
         elif kind.__name__.endswith("RotaryEmbedding") and not any(True for _ in module.parameters()):
             module.forward = RotaryTable(module.forward)  # type: ignore[method-assign]
+    replace_mixtures(network, computing)
 
 
-def products(module: nn.Module) -> list[KernelLinear | KernelConv1D]:
-    """Returns the linear layers within ``module`` that the kernels compute."""
-    return [each for each in module.modules() if isinstance(each, KernelLinear | KernelConv1D)]
+def add_adapters(network: nn.Module, shapes: ModelShapes) -> None:
+    """Adds the adapter that ``shapes`` have to the linear layers of ``network``, whose own parameters are not trained then."""
+    if shapes.lora is None or shapes.transformers is None:
+        return
+    network.requires_grad_(False)
+    for name in shapes.transformers.linears:
+        rank, linear = shapes.adapter_rank(name.rpartition(".")[2]), network.get_submodule(name)
+        if rank:
+            assert isinstance(linear, KernelLinear)
+            linear.adapter = TrainedAdapter((linear.out_features,), (True,), linear.in_features, rank, shapes.lora.scale, linear.weight.detach())
+
+
+def products(module: nn.Module) -> list[KernelLinear | KernelConv1D | ExpertProduct]:
+    """Returns the linear layers within ``module`` that the kernels compute, and then its experts."""
+    return [*(each for each in module.modules() if isinstance(each, KernelLinear | KernelConv1D)), *expert_products(module)]
 
 
 def _become(module: nn.Module, kind: type[nn.Module], computing: Computing, **fields: Any) -> None:

@@ -243,7 +243,8 @@ class ReplicaCheckpoints:
             # The model's folder comes last: where it exists, the adapter is that of the same step.
             shutil.rmtree(folder.with_name(ADAPTER), ignore_errors=True)
             save_adapter(adapter, replica.model.shapes, folder.with_name(ADAPTER), start)
-            tensors = merged_tensors(dict(read_tensors(start)), adapter, replica.model.shapes)
+            base = dict(read_tensors(start, stacked=replica.model.shapes.transformers is None))
+            tensors = merged_tensors(base, adapter, replica.model.shapes)
         save_model(replica.model, folder, start, tensors=tensors, like=start, dtype=dtype)
 
     def whole_weights(self, state: TrainedState, of: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -64,7 +64,9 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
         if tensor is not None and tensor.size > 1 and not re.search(r"\.latent\.(q|kv)_a_proj", name):
             is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b)|linear_attention\.in)_proj", name) is not None
             axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
-        stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
+        module = model.shapes.transformers
+        own_rows = module.rows_of(name, shape[-2]) if module is not None and len(shape) == 3 else (shape[-2],)
+        stacks[name] = Stack(shape, rows.get(name, own_rows), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 
 
@@ -82,10 +84,9 @@ def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[
     for name in names:
         if "qkv_proj" in name:
             rows[name] = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
-        elif "experts.gate_up_proj" in name:
-            assert shapes.experts is not None
+        elif "experts.gate_up_proj" in name and shapes.experts is not None:
             rows[name] = (shapes.experts.intermediate_size,) * 2
-        elif "gate_up_proj" in name:
+        elif "gate_up_proj" in name and (shapes.transformers is None or "experts" not in name):
             experts = shapes.experts_of(int(name.split(".")[1]))
             rows[name] = (shapes.intermediate_size if experts is None else experts.shared_intermediate_size,) * 2
     return rows
