@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton's interpreter is off; set TRITON_INTERPRET=1 and run these tests alone", allow_module_level=True)
 
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
@@ -25,6 +25,27 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
 
 
 InterpreterBuilder.create_dot = _dot
+_PATCHED: set[int] = set()
+_launch = GridExecutor.__call__
+
+
+def _launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
+    _PATCHED.clear()
+    _launch(executor, *args, **kwargs)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of a program. The interpreter's own prepares triton.language anew for each call, which takes longer than most of them; here once for
+    each module and launch."""
+    module = id(function.fn.__globals__)
+    if module not in _PATCHED:
+        _patch_lang(function.fn)
+        _PATCHED.add(module)
+    return function.rewrite()(*args, **kwargs)
+
+
+GridExecutor.__call__ = _launch_anew
+InterpretedFunction.__call__ = _call
 
 
 def interpreted(splits: bool | None = None, deterministic: bool = True) -> "TritonKernels":

@@ -34,7 +34,7 @@ def trainer_logprobs(folder: Path, kernels: Kernels, tokens: list[int], prompt: 
     return scored.raw.tolist()
 
 
-OTHERS = ("mixtral", "granite", "olmo2", "smollm3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere", "deepseek_v2", "deepseek_v3")
+OTHERS = ("mixtral", "granite", "olmo2", "smollm3", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "cohere", "deepseek_v2", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])

@@ -12,15 +12,24 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
+from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model
 from tandem.model.initialise import initialise
 from tandem.types import WeightVersion
 
 pytestmark = pytest.mark.gpu
-TRAITS: dict[str, dict[str, Any]] = {"qwen3": {"qk_norm": True}, "qwen3_moe": {"qk_norm": True, "experts": ExpertShapes(8, 2, 128)}}
+TRAITS: dict[str, dict[str, Any]] = {
+    "qwen3": {"qk_norm": True}, "qwen3_moe": {"qk_norm": True, "experts": ExpertShapes(8, 2, 128)},
+    "qwen3_next": {
+        "qk_norm": True, "rotary_fraction": 0.25, "norms_from_one": True, "attention_gate": True,
+        "linear_attention": LinearAttention((0, 1, 2), 4, 8, 128, 128, 4),
+        "experts": ExpertShapes(8, 2, 128, names=qwen2_moe.NAMES, shared_intermediate_size=128, shared_gate=True),
+    },
+}  # fmt: skip
 PROMPTS = [{"prompt_token_ids": [(7 * i * (p + 3)) % 2000 for i in range(1, length)]} for p, length in enumerate((3, 40, 700, 65, 1200))]
 PARAMS = [
     SamplingParams(max_tokens=48, temperature=0.9, seed=i, top_p=0.95 if i % 2 else 1.0, top_k=50 * (i == 3), ignore_eos=True) for i in range(4)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from delta_sequences import inputs_of
 from paged_sequences import Paged, bounds_of, exact, make
 from torch import Tensor
 
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.kernels import BLOCK_TOKENS, KVLayer, PagedBatch, empty_cache, select
+from tandem.kernels.api import DeltaStates
 from tandem.kernels.attention_backends import broken_law
 from tandem.kernels.kv_dtype import decode, encode
 from tandem.kernels.reference import ReferenceKernels
@@ -132,6 +134,42 @@ def test_the_cache_holds_the_codes_that_the_house_defines(stored: torch.dtype) -
     )
     packed = own.packed_attention(q, own.round_kv(k, stored), own.round_kv(v, stored), bounds_of([tokens]), tokens, 0.1, None)
     assert torch.equal(own.paged_attention(q, KVLayer(*cache), batch, 0.1, None), packed)
+
+
+def delta_inputs(lengths: list[int]) -> list[Tensor]:
+    """On the device, of the size of Qwen3-Next with fewer heads."""
+    with torch.device("cpu"):
+        return [x.to(CUDA) for x in inputs_of((2, 4, 128, 128), sum(lengths))]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_gated_delta_rule_and_its_gradients_are_those_of_float64(deterministic: bool) -> None:
+    lengths = [1, 700, 64, 130]
+    exact = [x.double().requires_grad_() for x in delta_inputs(lengths)]
+    expected = TRUTH.gated_delta_rule(*exact, bounds_of(lengths))  # type: ignore[arg-type]
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    given = [x.detach().float().requires_grad_() for x in exact]
+    out = select("triton", deterministic=deterministic).gated_delta_rule(*given, bounds_of(lengths))  # type: ignore[arg-type]
+    assert error(out.detach(), expected.detach()) < 1e-5
+    (out * weight.float()).sum().backward()
+    for own, other in zip(given, exact, strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert error(own.grad, other.grad) < 1e-4
+
+
+def test_the_gated_delta_rule_over_states_has_the_bits_of_packed_sequences_however_tokens_come() -> None:
+    lengths, kernels = [1, 300, 64, 130], select("triton")
+    inputs, bounds = delta_inputs(lengths), bounds_of(lengths).tolist()
+    expected = kernels.gated_delta_rule(*inputs, bounds_of(lengths))  # type: ignore[arg-type]
+    matrices, out, done = torch.full((4, 4, 128, 128), math.nan), torch.empty_like(expected), [0] * 4
+    for size in (1, 1, 63, 64, 1, 170):
+        spans = {s: range(bounds[s] + done[s], bounds[s] + min(done[s] + size, lengths[s])) for s in (3, 1, 0, 2) if done[s] < lengths[s]}
+        of, rows = torch.tensor([t for span in spans.values() for t in span]), list(spans)
+        states = DeltaStates(matrices, torch.tensor(rows), torch.tensor([done[s] == 0 for s in rows]))
+        out[of] = kernels.gated_delta_rule(*(x[of] for x in inputs), bounds_of([len(span) for span in spans.values()]), states)  # type: ignore[arg-type]
+        done = [done[s] + len(spans.get(s, ())) for s in range(4)]
+    assert done == lengths and torch.equal(out, expected)
 
 
 def test_norms_gates_and_logprobs_are_right_and_keep_their_bits(dtype: torch.dtype) -> None:

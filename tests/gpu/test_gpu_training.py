@@ -87,8 +87,11 @@ def apart(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
     return max(abs(x[name] - y[name]) / abs(y[name]) for x, y in zip(a, b, strict=True) for name in COMPARED)
 
 
-def test_the_curve_is_that_of_the_cpu(tmp_path: Path, data: Path) -> None:
-    on_gpu, on_cpu = run(tmp_path / "gpu", data), run(tmp_path / "cpu", data, device="cpu")
+@pytest.mark.parametrize(
+    "settings", ["", "--model.create.architecture=qwen3_next --model.create.num_experts=4 --model.create.num_hidden_layers=4"], ids=["qwen3", "qwen3_next"]
+)
+def test_the_curve_is_that_of_the_cpu(tmp_path: Path, data: Path, settings: str) -> None:
+    on_gpu, on_cpu = (run(tmp_path / device, data, *settings.split(), device=device) for device in ("cuda", "cpu"))
     assert apart(on_gpu, on_cpu) < 1e-4
     assert all(row["memory/gpu/peak"] > 0 for row in on_gpu)
 

@@ -1,7 +1,8 @@
-"""Compiles every Triton program, with the arguments of its launch, to the machine code of a Hopper GPU: ``python compile_for_gpu.py bfloat16``.
+"""Compiles every Triton program, with the arguments of its launch, to the machine code of a Hopper GPU: ``python compile_for_gpu.py bfloat16``;
+with ``gated_delta`` those of the gated delta rule, which are fp32 and take minutes.
 
-It needs no device and launches nothing. Prints a JSON line for each compiled program: its name, bytes of shared memory, and the number of
-matrix instructions in its PTX."""
+It needs no device and launches nothing. Prints a JSON line for each launch: the program's name, bytes of shared memory, the number of matrix
+instructions in its PTX, and the hash of what was compiled."""
 
 import json
 import re
@@ -15,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tandem.kernels import PagedBatch, empty_cache, empty_latent_cache
+from tandem.kernels.api import DeltaStates
 from tandem.kernels.triton import launch
 from tandem.kernels.triton.kernels import TritonKernels
 from tandem.kernels.triton.tiles import LinearTile
@@ -71,13 +73,16 @@ def main(dtype: str) -> None:
         found = {
             "program": self.fn.__name__, "dtype": dtype, "rows": options.get("BLOCK_M"), "shared": kernel.metadata.shared,
             "cubin": len(kernel.asm["cubin"]), "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)), "mma": len(re.findall(r"\bmma\.sync", ptx)),
-            "warps": kernel.metadata.num_warps,
+            "warps": kernel.metadata.num_warps, "hash": kernel.hash,
         }  # fmt: skip
         print(json.dumps(found), flush=True)
         return kernel
 
     JITFunction.run = compile_only
-    every_program(TritonKernels(), DTYPES[dtype])
+    if dtype == "gated_delta":
+        gated_delta_programs()
+    else:
+        every_program(TritonKernels(), DTYPES[dtype])
 
 
 def every_program(kernels: Any, dtype: torch.dtype) -> None:
@@ -135,6 +140,20 @@ def latent_programs(kernels: Any, dtype: torch.dtype) -> None:
         for stored in dtypes:
             (cache,) = empty_latent_cache(64, 576, 1, stored, torch.device("cpu"))
             kernels.latent_attention(q.detach(), cache, batch, 0.1, 512)
+
+
+def gated_delta_programs() -> None:
+    """At the sizes of Qwen3-Next, in fp32 as its layers compute, packed and over states."""
+    q, v, gates = torch.zeros(64, 16, 128), torch.zeros(64, 32, 128), torch.zeros(64, 32)
+    bounds = torch.tensor([0, 64], dtype=torch.int32)
+    states = DeltaStates(torch.zeros(2, 32, 128, 128), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool), torch.zeros(64, dtype=torch.int64))
+    for deterministic in (True, False):
+        kernels = TritonKernels(deterministic)
+        kernels.gated_delta_rule(q, q, v, gates, gates, bounds.long(), states)
+        given = [x.clone().requires_grad_() for x in (q, q, v, gates, gates)]
+        out = kernels.gated_delta_rule(*given, bounds)  # type: ignore[arg-type]
+        if not deterministic:
+            out.sum().backward()
 
 
 if __name__ == "__main__":

@@ -1,44 +1,13 @@
 """The gated delta rule: against its definition in float64 with autograd, and with the same bits by both sets of kernels, however tokens come."""
 
-import itertools
-
 import pytest
 import torch
+from delta_sequences import LENGTHS, PUBLISHED, SIZES, chunked, defined, inputs_of
+from paged_sequences import bounds_of
 from torch import Tensor
 
-from tandem.kernels import Kernels, select
+from tandem.kernels import select
 from tandem.kernels.api import DeltaStates
-
-LENGTHS = [1, 70, 3, 17]
-SIZES = (2, 4, 12, 10)
-"""Key heads, value heads, numbers of a key and of a value."""
-PUBLISHED = (1, 2, 128, 128)
-"""Of Qwen3-Next, with fewer heads."""
-
-
-def inputs_of(sizes: tuple[int, int, int, int], tokens: int) -> list[Tensor]:
-    """Returns q, k, v, decay and beta as a layer computes them: keys of length 1, decays and betas between 0 and 1."""
-    key_heads, heads, keys, values = sizes
-    generator = torch.Generator().manual_seed(tokens)
-    normal = lambda *shape: torch.randn(tokens, *shape, generator=generator)
-    unit = lambda x: x / x.norm(dim=-1, keepdim=True)
-    return [unit(normal(key_heads, keys)) * keys**-0.5, unit(normal(key_heads, keys)), normal(heads, values), normal(heads).sigmoid(), normal(heads).sigmoid()]
-
-
-def bounds_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-def defined(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Equation 10 of Yang et al. (2024) for one sequence: S = S decay (1 - beta k k^T) + beta v k^T, with S transposed."""
-    repeats = v.shape[1] // k.shape[1]
-    q, k = (x.repeat_interleave(repeats, dim=1) for x in (q, k))
-    state, one, out = q.new_zeros(v.shape[1], v.shape[2], k.shape[2]), torch.eye(k.shape[2], dtype=q.dtype), []
-    for t in range(len(q)):
-        erase = one - torch.einsum("h,hi,hj->hij", beta[t], k[t], k[t])
-        state = torch.einsum("h,hvi,hij->hvj", decay[t], state, erase) + torch.einsum("h,hv,hj->hvj", beta[t], v[t], k[t])
-        out.append(torch.einsum("hvj,hj->hv", state, q[t]))
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, pytest.param(PUBLISHED, marks=pytest.mark.full)], ids=["small", "published"])
@@ -64,25 +33,7 @@ def test_chunks_over_states_have_the_bits_of_packed_sequences_by_either_kernels(
         expected = select("reference").gated_delta_rule(*inputs, bounds)  # type: ignore[arg-type]
         for kernels in (select("cpu"), select("reference")):
             assert torch.equal(kernels.gated_delta_rule(*inputs, bounds), expected)  # type: ignore[arg-type]
-            assert torch.equal(chunked(kernels, sizes, inputs), expected)
-
-
-def chunked(kernels: Kernels, sizes: tuple[int, int, int, int], inputs: list[Tensor]) -> Tensor:
-    """Computes chunks of 1, 2, 3 and so on tokens of each sequence, in rows of states that hold other numbers at first."""
-    heads, starts = sizes[1], bounds_of(LENGTHS).tolist()
-    matrices, rows = torch.full((len(LENGTHS) + 2, heads, sizes[2], sizes[3]), 7.0), torch.tensor([4, 0, 5, 2])
-    done, out = [0] * len(LENGTHS), torch.empty(sum(LENGTHS), heads, sizes[3])
-    for size in itertools.count(1):
-        chosen = [s for s, length in enumerate(LENGTHS) if done[s] < length]
-        if not chosen:
-            return out
-        spans = [range(starts[s] + done[s], starts[s] + min(done[s] + size, LENGTHS[s])) for s in chosen]
-        of = torch.tensor([token for span in spans for token in span])
-        states = DeltaStates(matrices, rows[chosen], torch.tensor([done[s] == 0 for s in chosen]))
-        out[of] = kernels.gated_delta_rule(*(x[of] for x in inputs), bounds_of([len(span) for span in spans]), states)  # type: ignore[arg-type]
-        for s, span in zip(chosen, spans, strict=True):
-            done[s] += len(span)
-    raise AssertionError
+            assert torch.equal(chunked(kernels, sizes, inputs, LENGTHS), expected)
 
 
 def test_a_state_that_is_kept_within_a_run_has_the_bits_of_one_that_ended_there() -> None:

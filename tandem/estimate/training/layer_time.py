@@ -11,7 +11,7 @@ from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
 from tandem.estimate.training.host import expert_kernels, expert_waits, gap_seconds, kernels_of_layer
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.estimate.training.linear_attention import BACKWARD, WIDE_BYTES, chunked_flops, kernels_of_token, moved_bytes
+from tandem.estimate.training.linear_attention import BACKWARD, WIDE_BYTES, chunked_flops, moved_bytes
 from tandem.estimate.training.memory_bound import (
     ALIGNED,
     EAGER_NORM,
@@ -145,8 +145,6 @@ class LayerTimes:
         kernels = (4 if self.layout.recompute == "full" else 3) * kernels_of_layer(self.layout, len(shapes) - len(of_experts), has_experts=bool(of_experts))
         if of_experts:
             kernels += sum(expert_kernels(self.layout, of_experts[0].batch))
-        if linear is not None and self.layout.trainer is not None:
-            kernels += self.tokens * kernels_of_token(linear)
         return Passes(forward_s, backward_s, self._recomputed(forward_s), kernels)
 
     def head(self) -> Passes:

@@ -1,7 +1,8 @@
 """What a layer with linear attention by the gated delta rule computes, moves and saves beside its matrices, for one token. Imports no torch.
 
-A trainer of the literature computes it in chunks (Yang et al., 2024, arXiv 2412.06464, section 3.3), as flash-linear-attention does on GPUs; Tandem's own
-computes it token by token. No published step of a model with such layers was compared.
+A trainer of the literature computes it in chunks (Yang et al., 2024, arXiv 2412.06464, section 3.3), as flash-linear-attention does on GPUs, and so does
+Tandem's own there, but for the deterministic forward pass of reinforcement learning, whose tokens follow each other and whose time is not predicted apart.
+No published step of a model with such layers was compared.
 """
 
 from tandem.estimate.training.memory_bound import GATED, Moved
@@ -20,12 +21,6 @@ def chunked_flops(linear: LinearAttention) -> int:
     keys, and of the triangles with keys, values and corrected values; and the inverse of a triangle."""
     keys, values, chunk = linear.key_head_dim, linear.value_head_dim, CHUNK_TOKENS
     return linear.num_value_heads * (6 * keys * values + 6 * chunk * keys + 4 * chunk * values + 2 * chunk * chunk // 3)
-
-
-def kernels_of_token(linear: LinearAttention) -> int:
-    """Returns the kernels that plain torch starts for a token in a training step on a GPU, where Tandem has no kernel of its own: sums over a key are taken one
-    after the other, twice in each pass, of which a step has a forward one, two that compute states again, and as many again backward."""
-    return 6 * (2 * linear.key_head_dim + 8)
 
 
 def moved_bytes(linear: LinearAttention) -> Moved:

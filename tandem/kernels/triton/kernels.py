@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import DeltaStates, KVLayer, LatentLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.last_queries import attend_last
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.plain_packing import PlainPacking
@@ -13,6 +14,7 @@ from tandem.kernels.triton import attention, autograd, latent_attention, rope, r
 from tandem.kernels.triton import linear as products
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.autograd import through_reference, wants_grad
+from tandem.kernels.triton.gated_delta import TritonPasses
 from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
 from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
 from tandem.layout import lm_head as sizes
@@ -34,6 +36,7 @@ class TritonKernels(PlainPacking):
         self.deterministic = deterministic
         self._splits = splits
         self._reference = ReferenceKernels(tiled=False)
+        self._delta = TritonPasses(deterministic)
         chosen = tiles or (INTERPRETED if IS_INTERPRETED else None)
         self._tiles = {dtype: chosen or tiles_for(dtype) for dtype in DTYPES}
         self._linear_tiles = {dtype: products.LinearTiles(own.linear, checks=deterministic) for dtype, own in self._tiles.items()}
@@ -146,7 +149,9 @@ class TritonKernels(PlainPacking):
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
     ) -> Tensor:
-        return self._reference.gated_delta_rule(q, k, v, decay, beta, bounds, states)
+        if v.dtype not in DTYPES:
+            return self._reference.gated_delta_rule(q, k, v, decay, beta, bounds, states)
+        return gated_delta_rule(self._delta, q, k, v, decay, beta, bounds, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:
