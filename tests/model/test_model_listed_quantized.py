@@ -42,7 +42,7 @@ def test_calibration_sees_what_the_modules_of_transformers_read_and_computes_wha
     for index in decoder.layer_numbers:
         for linear, modules in projections_of(decoder, index):
             if modules[0] in read and linear.weight is not None and not decoder._layers()[index].is_by_head(linear):
-                torch.testing.assert_close(inputs_of(decoder, index, linear.weight, chunk), read[modules[0]], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(inputs_of(decoder, index, linear.weight, chunk), read[modules[0]], rtol=1e-3, atol=3e-4)
                 compared += 1
         chunk = after_layer(decoder, index, chunk)
     assert compared >= 2 * len(decoder.layer_numbers)
