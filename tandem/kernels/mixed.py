@@ -68,6 +68,12 @@ def whole_precision(kernels: Kernels) -> Kernels:
     return inner
 
 
+def has_independent_rows(kernels: Kernels) -> bool:
+    """Returns whether products of a row do not depend on the rows beside it: in fp8 the scale of the inputs is that of all rows, and kernels that are not
+    deterministic choose the order of their sums by the number of rows."""
+    return getattr(kernels, "precision", None) != "fp8" and bool(getattr(kernels, "deterministic", True))
+
+
 def activation_dtype(kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of activations between the linear layers of a model with weights of ``dtype``."""
     return kernels.dtype if isinstance(kernels, MixedKernels) and kernels.is_native else dtype

@@ -13,7 +13,7 @@ from tandem.kernels.api import KVLayer, PackedWeight, TokenLogprobs
 from tandem.kernels.decode_step import DecodeProgram, DecodeRows
 from tandem.kernels.dense_layers import DenseProgram
 from tandem.kernels.kv_dtype import stored_dtype
-from tandem.kernels.mixed import head_kernels
+from tandem.kernels.mixed import has_independent_rows, head_kernels
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.sharding import vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
@@ -175,9 +175,11 @@ class Decoder(DecoderWeights):
         return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
     def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
-        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes only keys and values of tokens that predict nothing."""
+        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes only keys and values of tokens that predict nothing,
+        where that changes no bit of the others."""
         # A mixture of experts is told which tokens it sees, and a sum over tokens, as a gradient is, would have other bits without those whose share is zero.
-        if torch.is_grad_enabled() or self.parallel is not None or self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None:
+        sees_all = self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None or not has_independent_rows(self.kernels)
+        if torch.is_grad_enabled() or self.parallel is not None or sees_all:
             return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
         wanted, places = rows.unique(return_inverse=True)
         return self.head_outputs(self(tokens, positions, replace(context, wanted=wanted)), places, targets, temperature, len(tokens))

@@ -84,9 +84,9 @@ def test_every_round_of_dynamic_sampling_is_generated_and_scored_and_one_batch_i
 def test_a_draft_head_learns_once_from_every_sample_with_its_prompt() -> None:
     draft = DraftTraining(eagle3_shapes(ACTOR, 50), 3)
     alone, beside = work(), work(RLModels(ACTOR, draft=draft))
-    # The actor's forward pass, its logits at two further positions, and the head: what three states come to, and three times a layer and logits.
+    # The actor's forward pass, its logits, and the head: what three states come to, and three times a layer and logits.
     layer = 2 * 32 * (32 + 2 * 16) + 32 * 32 + 3 * 48 * 32
-    each = MATRICES + 3 * EMBEDDING + 3 * 3 * 32 * 32 + 3 * (3 * layer + 4 * 50 * 32)
+    each = MATRICES + EMBEDDING + 3 * 3 * 32 * 32 + 3 * (3 * layer + 4 * 50 * 32)
     assert flops(beside.training) - flops(alone.training) == pytest.approx(2 * PROMPTS * GROUP * (PROMPT + COMPLETION) * each)
     assert beside.generation == alone.generation and beside.inference == alone.inference
     # A head that proposes all tokens is worth so many passes; its part that reads three states is small in a model of many layers.

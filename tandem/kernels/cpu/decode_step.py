@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _WORKING_BYTES = 16 << 20
 """The most that a step's logits, and what they are computed from, may take: it stays with its thread."""
-_NOT_FINITE = -2
+_NOT_FINITE, _IS_FULL = -2, -3
 
 
 class _Rows(Structure):
@@ -53,7 +53,8 @@ class CpuDecodeProgram:
 
     def run(self, caches: Sequence[KVLayer], index: Tensor) -> SampledRows:
         count = len(index)
-        tokens, raw, sampling = empty(count, dtype=int64), empty(count), empty(count)
+        # What the process may have set as its defaults, as modules of transformers do, is no part of the layout.
+        tokens, raw, sampling = (empty(count, dtype=dtype, device="cpu") for dtype in (int64, float32, float32))
         code = self._call(*self._layers.at(caches), *self._at, index.data_ptr(), count, tokens.data_ptr(), raw.data_ptr(), sampling.data_ptr())
         if code:
             if code == 1:
@@ -61,6 +62,7 @@ class CpuDecodeProgram:
             if code == 2:
                 raise IndexError(f"a decoding step's token is outside the vocabulary of {self._ends.vocabulary}")
             self._layers.raise_for(code, len(caches[0].keys))
+            raise RuntimeError(f"a decoding step ended with the code {code}")
         return SampledRows(tokens, raw, sampling)
 
 
@@ -86,16 +88,20 @@ class CpuRowRecorder:
         self._tensors = rows  # what is written by address
         self._rows = _Drawn(*(column.data_ptr() for column in rows), rows.tokens.shape[1])
         self._at = addressof(self._rows)
-        self._ended = empty(len(rows.length), dtype=int64)
+        self._ended = empty(len(rows.length), dtype=int64, device="cpu")
 
     def record(self, index: Tensor, stop_tokens: Tensor, sampled: SampledRows) -> list[int] | None:
-        tokens, raw, sampling = sampled
+        tokens, raw, sampling = (values.contiguous() for values in sampled)
+        if tokens.dtype is not int64 or raw.dtype is not float32 or sampling.dtype is not float32:
+            raise TypeError(f"drawn tokens must be int64 and their log-probabilities float32, not {tokens.dtype}, {raw.dtype} and {sampling.dtype}")
         count = self._call(
             self._at, stop_tokens.data_ptr(), stop_tokens.shape[1], index.data_ptr(), len(index), tokens.data_ptr(), raw.data_ptr(), sampling.data_ptr(),
             self._ended.data_ptr(),
         )  # fmt: skip
         if count == _NOT_FINITE:
             return None
+        if count == _IS_FULL:
+            raise IndexError(f"a row has no place for the token that it has drawn: there are {self._rows.columns} for each")
         return self._ended[:count].tolist() if count else []
 
 

@@ -5,7 +5,7 @@ from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 
 from torch import Tensor, float32, int64
 
-from tandem.kernels.api import KVLayer, PagedBatch
+from tandem.kernels.api import KVLayer, PackedWeight, PagedBatch
 from tandem.kernels.cpu.attention_calls import MAX_HEAD, batch_indices, cache_addresses, raise_for_attention, raise_for_rope
 from tandem.kernels.cpu.calls import ACTIVATIONS, dense, indices, shape_error
 from tandem.kernels.cpu.decode_step import CpuDecodeProgram, is_decodable
@@ -101,9 +101,10 @@ class CpuDenseProgram:
 
 
 def _row_bytes(layers: Sequence[DenseLayer]) -> int:
-    """Returns the working memory that a token takes, as ``Widths`` of dense_layers.cpp but for its rounding."""
+    """Returns the working memory that a token takes, as ``Widths`` of dense_layers.cpp but for its rounding, and as dense_matrix.cpp for quantized matrices."""
     widest = max(layer.qkv.weight.rows for layer in layers) + 2 * max(layer.output.weight.columns for layer in layers)
-    return 4 * (4 * layers[0].output.weight.rows + widest)
+    gated = max((3 * layer.down.weight.columns for layer in layers if not isinstance(layer.down.weight, PackedWeight)), default=0)
+    return 4 * (4 * layers[0].output.weight.rows + widest + gated)
 
 
 def is_computable(layers: Sequence[DenseLayer], norm: Tensor) -> bool:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from tandem.kernels.api import DeltaStates
 from tandem.kernels.gated_delta import CHUNK_TOKENS, Gradients
-from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, places, power_of_two
+from tandem.kernels.triton.launch import UNFUSED, check, dense, places, power_of_two
 from tandem.kernels.triton.programs import gated_delta as programs
 from tandem.kernels.triton.programs import gated_delta_backward as backward_programs
 from tandem.kernels.triton.programs import gated_delta_chunks as chunk_programs
-from tandem.types import UserError
 
-_MOST_NUMBERS = 128
+MOST_NUMBERS = 128
 """Numbers of a key in Qwen3-Next, with which the tiles of chunks fit into the registers and the shared memory of a Hopper GPU."""
 _FEW_TOKENS = 16
 """With fewer tokens a sequence, most rows of its chunk would be empty."""
@@ -92,10 +91,6 @@ class _Call:
     def options(self, warps: int, columns: int = _CHUNK_COLUMNS) -> dict[str, Any]:
         """Returns the constants of a launch whose tiles have up to ``columns`` numbers of a value."""
         key_size = self.q.shape[2]
-        if key_size > _MOST_NUMBERS and not IS_INTERPRETED:
-            raise UserError(
-                f"linear attention has keys of {key_size} numbers a head; on a GPU kernels triton have tiles for up to {_MOST_NUMBERS}; use kernels reference"
-            )
         return {
             "KEY_HEADS": self.q.shape[1], "HEADS": self.heads, "K": key_size, "V": self.value_size, "BLOCK_K": max(16, power_of_two(key_size)),
             "BLOCK_V": min(columns, max(16, power_of_two(self.value_size))), "num_warps": warps, "num_stages": 1, **UNFUSED,

@@ -14,7 +14,7 @@ from tandem.kernels.triton import attention, autograd, latent_attention, rope, r
 from tandem.kernels.triton import linear as products
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.autograd import through_reference, wants_grad
-from tandem.kernels.triton.gated_delta import TritonPasses
+from tandem.kernels.triton.gated_delta import MOST_NUMBERS, TritonPasses
 from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
 from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
 from tandem.layout import lm_head as sizes
@@ -149,7 +149,7 @@ class TritonKernels(PlainPacking):
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, states: DeltaStates | None = None
     ) -> Tensor:
-        if v.dtype not in DTYPES:
+        if v.dtype not in DTYPES or (q.shape[2] > MOST_NUMBERS and not IS_INTERPRETED):
             return self._reference.gated_delta_rule(q, k, v, decay, beta, bounds, states)
         return gated_delta_rule(self._delta, q, k, v, decay, beta, bounds, states)
 

@@ -11,7 +11,7 @@
 #include "parallel.h"
 #include "vec.h"
 
-#define HAS_HALVES 0
+#define HAS_HALVES 0  // 1: products with nibbles are summed in 16 bits first, of half of the lanes at once
 
 constexpr int64_t DEEP = 4;  // k's that one lane multiplies at once
 constexpr int VECTORS = PANEL / LANES;
@@ -27,13 +27,9 @@ using Weight = I;
 INLINE Weight codes_of_weight(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 INLINE I add_products(I acc, I weight, int32_t x) { return {_mm512_dpbusd_epi32(acc.v, weight.v, _mm512_set1_epi32(x))}; }
 using Nibbles = I;
-using NibbleSums = I;
-constexpr int64_t NIBBLE_STEPS = 1 << 20;
-INLINE NibbleSums no_nibble_sums() { return no_sum(); }
 INLINE Nibbles low_nibbles(const uint8_t* p) { return {_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(15))}; }
 INLINE Nibbles high_nibbles(const uint8_t* p) { return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(15))}; }
-INLINE NibbleSums add_nibble_products(NibbleSums acc, Nibbles weight, int32_t x) { return add_products(acc, weight, x); }
-INLINE I add_nibble_sums(I acc, NibbleSums sums) { return {_mm512_add_epi32(acc.v, sums.v)}; }
+INLINE I add_nibble_products(I acc, Nibbles weight, int32_t x) { return add_products(acc, weight, x); }
 INLINE V minus_to_float(I a, int32_t offset) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(a.v, _mm512_set1_epi32(offset)))}; }
 INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
   const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
@@ -139,8 +135,6 @@ struct Weight {
 };
 INLINE I no_sum() { return {}; }
 using Nibbles = Weight;
-using NibbleSums = I;
-constexpr int64_t NIBBLE_STEPS = 1 << 20;
 #define EACH_CODE(expression)                                  \
   Weight w;                                                    \
   for (int i = 0; i < LANES * DEEP; ++i) w.at[i] = (expression); \
@@ -149,11 +143,6 @@ INLINE Weight codes_of_weight(const uint8_t* p) { EACH_CODE(p[i]); }
 INLINE Nibbles low_nibbles(const uint8_t* p) { EACH_CODE(p[i] & 15); }
 INLINE Nibbles high_nibbles(const uint8_t* p) { EACH_CODE(p[i] >> 4); }
 #undef EACH_CODE
-INLINE NibbleSums no_nibble_sums() { return no_sum(); }
-INLINE I add_nibble_sums(I acc, const NibbleSums& sums) {
-  for (int lane = 0; lane < LANES; ++lane) acc.x[lane] += sums.x[lane];
-  return acc;
-}
 INLINE I add_products(I acc, const Weight& w, int32_t x) {
   int8_t four[DEEP];
   std::memcpy(four, &x, sizeof four);
@@ -161,7 +150,7 @@ INLINE I add_products(I acc, const Weight& w, int32_t x) {
     for (int i = 0; i < DEEP; ++i) acc.x[lane] += static_cast<int32_t>(w.at[lane * DEEP + i]) * four[i];
   return acc;
 }
-INLINE NibbleSums add_nibble_products(NibbleSums acc, const Nibbles& w, int32_t x) { return add_products(acc, w, x); }
+INLINE I add_nibble_products(I acc, const Nibbles& w, int32_t x) { return add_products(acc, w, x); }
 INLINE V minus_to_float(I a, int32_t offset) {
   float out[LANES];
   for (int lane = 0; lane < LANES; ++lane) out[lane] = static_cast<float>(a.x[lane] - offset);

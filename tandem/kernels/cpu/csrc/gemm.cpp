@@ -173,8 +173,8 @@ void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
 }
 
-// [rows, k] of a transposed left matrix to tiles of LEFT_TILE rows, each [k][LEFT_TILE]. A few k at a time: the rows of a matrix as wide as a page lie in the same
-// sets of the first-level cache, which holds no more of them.
+// [rows, k] of a transposed left matrix to tiles of LEFT_TILE rows, each [k][LEFT_TILE]. A few k at a time: the rows of a matrix as wide as a page lie in the
+// same sets of the first-level cache, which holds no more of them.
 void pack_left(const Left& left, int64_t rows, int64_t k, float* to) {
   constexpr int64_t FEW = 8;
   for (int64_t begin = 0; begin < k; begin += FEW)

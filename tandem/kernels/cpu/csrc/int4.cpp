@@ -26,6 +26,26 @@ struct Tile {
   int64_t out_stride, columns;
 };
 
+// Adds the products of columns first .. end to `sums`; returns where the codes of the next ones are.
+template <int ROWS, int WIDE, typename Sum>
+INLINE const uint8_t* add_steps(const Tile& t, int64_t first, int64_t end, const uint8_t* right, Sum (&sums)[ROWS][WIDE]) {
+  for (int64_t k = first; k < end; k += DEEP, right += BYTES) {
+    ask_ahead<WIDE * LINE / 2>(right);
+#pragma GCC unroll 2
+    for (int v = 0; v < WIDE; v += 2) {
+      const Nibbles low = low_nibbles(right + v / 2 * LINE), high = high_nibbles(right + v / 2 * LINE);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t x;
+        std::memcpy(&x, t.left + r * t.deep + k, sizeof x);
+        sums[r][v] = add_nibble_products(sums[r][v], low, x);
+        sums[r][v + 1] = add_nibble_products(sums[r][v + 1], high, x);
+      }
+    }
+  }
+  return right;
+}
+
 // The sums of columns first .. end of one group, of WIDE vectors from `right` on.
 template <int ROWS, int WIDE>
 INLINE void add_group(const Tile& t, int64_t first, int64_t end, const uint8_t* right, I (&acc)[ROWS][WIDE]) {
@@ -51,32 +71,20 @@ INLINE void add_group(const Tile& t, int64_t first, int64_t end, const uint8_t* 
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < WIDE; ++v) acc[r][v] = no_sum();
+#if HAS_HALVES
   for (int64_t k = first; k < end;) {
     const int64_t stop = std::min(end, k + NIBBLE_STEPS * DEEP);
     NibbleSums sums[ROWS][WIDE];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < WIDE; ++v) sums[r][v] = no_nibble_sums();
-    for (; k < stop; k += DEEP, right += BYTES) {
-      ask_ahead<WIDE * LINE / 2>(right);
-#pragma GCC unroll 2
-      for (int v = 0; v < WIDE; v += 2) {
-        const Nibbles low = low_nibbles(right + v / 2 * LINE), high = high_nibbles(right + v / 2 * LINE);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-          int32_t x;
-          std::memcpy(&x, t.left + r * t.deep + k, sizeof x);
-          sums[r][v] = add_nibble_products(sums[r][v], low, x);
-          sums[r][v + 1] = add_nibble_products(sums[r][v + 1], high, x);
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < WIDE; ++v) sums[0][v] = no_nibble_sums();
+    right = add_steps<ROWS, WIDE>(t, k, stop, right, sums);
+    k = stop;
 #pragma GCC unroll 4
-      for (int v = 0; v < WIDE; ++v) acc[r][v] = add_nibble_sums(acc[r][v], sums[r][v]);
+    for (int v = 0; v < WIDE; ++v) acc[0][v] = add_nibble_sums(acc[0][v], sums[0][v]);
   }
+#else
+  add_steps<ROWS, WIDE>(t, first, end, right, acc);
+#endif
 }
 
 template <int ROWS>
