@@ -41,8 +41,8 @@ class TransformersModule:
 
     def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
         """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in
-        ``name``."""
-        parts = (shape[0] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
+        ``name``, or those that the folder also has as one tensor of three axes."""
+        parts = (shape[-2] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
         own_rows = list[int]()
         while sum(own_rows) < rows:
             own_rows.append(next(parts))

@@ -126,6 +126,19 @@ def test_logits_gradients_and_the_written_folder_are_those_of_transformers(model
 
 
 @EACH_TYPE
+def test_log_probabilities_of_some_tokens_are_the_same_with_and_without_gradient(model_type: str, make_tiny: Any) -> None:
+    decoder = load_model(make_tiny(model_type)[1], select("auto"), implemented_by=BY_TRANSFORMERS)
+    tokens, bounds = torch.cat(SEQUENCES), torch.tensor([0, *map(len, SEQUENCES)]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(len(s)) for s in SEQUENCES])
+    rows = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[: len(tokens) // 2]
+    arguments = tokens, positions, PackedContext(bounds, max(map(len, SEQUENCES))), rows, tokens.roll(-1)[rows], 1.0
+    trained = decoder.outputs(*arguments).logprobs
+    with torch.no_grad():
+        predicted = decoder.outputs(*arguments).logprobs
+    assert trained is not None and predicted is not None and trained.raw.requires_grad and predicted.raw.equal(trained.raw)
+
+
+@EACH_TYPE
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_a_token_has_the_same_bits_in_the_trainer_and_the_engine_however_tokens_come(
     model_type: str, precision: str, make_tiny: Any, packed_logits: Callable[..., list[Tensor]], paged_logits: Callable[..., list[Tensor]]
