@@ -52,7 +52,8 @@ class TransformersModule:
             raise ValueError("model has no linear layers that an adapter can change; leave trainer.lora out")
         for name in target_modules:
             if name in self.expert_names:
-                raise ValueError(f"model has a mixture of experts, whose '{name}' can have no adapter; set target_modules to some of {', '.join(self.adaptable)}")
+                possible = ", ".join(self.adaptable)
+                raise ValueError(f"model has a mixture of experts, whose '{name}' can have no adapter; set target_modules to some of {possible}")
 
     def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
         """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in

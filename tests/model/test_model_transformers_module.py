@@ -364,6 +364,21 @@ def test_logits_that_the_module_changes_are_a_factor_and_a_cap_or_refused(change
         assert (shapes.multipliers.logits_scaling, shapes.logit_cap) == expected
 
 
+def test_logits_that_a_module_changes_after_a_head_with_a_bias_are_refused(tmp_path: Path, peer_config: Callable[..., Any]) -> None:
+    peer_config("phi").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "own.MyConfig", "AutoModelForCausalLM": "own.MyModel"}}
+    (tmp_path / "own.py").write_text(
+        "from transformers import PhiConfig, PhiForCausalLM\n"
+        "class MyConfig(PhiConfig):\n    model_type = 'mine'\n"
+        "class MyModel(PhiForCausalLM):\n    config_class = MyConfig\n    def forward(self, **given):\n        output = super().forward(**given)\n"
+        "        output.logits = output.logits * 2.5\n        return output\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="its head has a bias, and it changes the hidden states before it or its logits after it$"):
+        read_shapes(tmp_path, implemented_by=Implementation("transformers", trust_remote_code=True))
+
+
 def test_a_folder_whose_code_or_tensors_change_is_described_again(make_tiny: Any) -> None:
     _, folder = make_tiny("ernie4_5")
     config = json.loads((folder / "config.json").read_text())

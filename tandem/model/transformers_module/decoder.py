@@ -91,11 +91,8 @@ class TransformersDecoder(Decoder):
     ) -> Tensor:  # fmt: skip
         """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
         assert lora is None and received is None and router_logits is None and aux is None
-        if isinstance(attention, PackedContext):
-            if attention.max_seqlen > self.shapes.max_position_embeddings:
-                raise ValueError(
-                    f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.shapes.max_position_embeddings} positions"
-                )
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
+            raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
         is_trained = isinstance(attention, PackedContext) and not self._is_packed
         with contextlib.nullcontext() if is_trained else torch.no_grad():
             hidden = self._compute(tokens, positions, attention)

@@ -39,7 +39,7 @@ def make_piece_optimizer(
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        others = ("router", "shared_gate", "convolution")
+        others: tuple[str, ...] = ("router", "shared_gate", "convolution")
         hidden = [
             name for name, parameter in parameters.items()
             if name in matrices and name.startswith("layers.") and not name.endswith(others) and is_hidden(model, name, parameter)
@@ -75,7 +75,7 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
             is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b)|linear_attention\.in)_proj", name) is not None
             axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         module = model.shapes.transformers
-        own_rows = (shape[-2],)
+        own_rows: tuple[int, ...] = (shape[-2],)
         if module is not None and len(shape) == 3:
             own_rows = module.rows_of(name, shape[-2])
         elif module is not None and "gate_up_proj" in name:
