@@ -375,7 +375,7 @@ def test_logits_that_a_module_changes_after_a_head_with_a_bias_are_refused(tmp_p
         "        output.logits = output.logits * 2.5\n        return output\n"
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="its head has a bias, and it changes the hidden states before it or its logits after it$"):
+    with pytest.raises(UserError, match=r"its head has a bias, and it changes the hidden states before it or its logits after it$"):
         read_shapes(tmp_path, implemented_by=Implementation("transformers", trust_remote_code=True))
 
 
