@@ -33,8 +33,8 @@ class LoraConfig:
     target_modules: tuple[str, ...] = LINEAR_MODULES
     """The matrices with an adapter, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; by default all of them. Those of
     experts have none. In a model with latent attention `q_a_proj` and `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `kv_b_proj` and `o_proj`. In
-    layers with linear attention `in_proj_qkvz`, `in_proj_ba` and `out_proj`. With `model.implementation: transformers` any linear layers of the module, by the
-    last part of their names."""
+    layers with linear attention `in_proj_qkvz`, `in_proj_ba` and `out_proj`. With `model.implementation: transformers` linear layers of the module, by the
+    last part of their names; a module that has other names than the seven needs them named here, and one with a mixture of experts those of its attention."""
     quantization: Literal["none", "nf4", "int4"] = "none"
     """Keep the matrices of the layers that stay as they are in 4 bits, in the trainer and in the engine, and decode them where they are multiplied
     (QLoRA; Dettmers et al., 2023). `nf4`: 4-bit NormalFloat with a scale for every 64 weights; `int4`: whole numbers with a scale and a zero for every 128.

@@ -284,6 +284,8 @@ class PretrainRecipe:
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
         values: tuple[Refusal, ...] = (("algorithm.name", self.algorithm.name if self.trains_values else None, (None,), "has no value head"),)
+        if self.trainer.lora is not None and not self.model.implemented_by.is_transformers:
+            self.trainer.lora.check_names()
         check_transformers_module(self.model, self.trainer, self.parallel, values)
         self._check_memory()
         self._check_machines()

@@ -150,6 +150,8 @@ class Recipe:
         check_predictor_of(self)
         check_trained_draft(self)
         check_backends(self)
+        if self.trainer.lora is not None and not self.model.implemented_by.is_transformers:
+            self.trainer.lora.check_names()
         check_transformers_module(self.model, self.trainer, self.parallel, of_rollouts(self))
         self._check_tiers()
         self.trainer.check_share_prompts(self.parallel.context)

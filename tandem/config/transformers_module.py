@@ -17,11 +17,9 @@ Refusal = tuple[str, object, tuple[object, ...], str]
 
 def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parallel: ParallelConfig, more: Iterable[Refusal] = ()) -> None:
     """Raises ``UserError`` for the first key with a value that ``model.implementation: transformers`` cannot have. ``more``: those of other sections."""
-    lora = trainer.lora
     if not model.implemented_by.is_transformers:
-        if lora is not None:
-            lora.check_names()
         return
+    lora = trainer.lora
     whole = "computes whole models"
     refusals: tuple[Refusal, ...] = (
         ("trainer.backend", trainer.backend, ("tandem",), "is trained by Tandem's own trainer alone"),

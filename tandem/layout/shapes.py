@@ -155,6 +155,8 @@ class ModelShapes:
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
             own = "q, k, v and o_proj" if self._adaptable == ATTENTION_MODULES else " and ".join(self._adaptable)
             raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to {own} only")
+        if self.lora is not None and self.transformers is not None:
+            self.transformers.check_adapted(self.lora.target_modules)
         known = (*self._adaptable, *(MLP_MODULES if self.transformers is None else ()))
         if self.lora is not None and (others := [m for m in self.lora.target_modules if m not in known]):
             raise ValueError(f"model has no matrix '{others[0]}'; set target_modules to some of {', '.join(self._adaptable)}")

@@ -1,6 +1,7 @@
 """What is known of a network that a module of transformers computes, as plain data. Imports no torch."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -18,6 +19,9 @@ class TransformersModule:
         attention: The names of the modules that call attention, one for each layer.
         layers: The name of the list of layers.
         linears: The names, without ``.weight``, of the linear layers that an adapter can change, which the folder and the module name alike.
+        head_parameter: The name of the head's weight in the module.
+        routers: The names in the module of the matrices that choose experts, and of those that weigh shared ones.
+        expert_names: The last parts of the names of the experts' matrices, which PEFT takes for all experts of a layer wherever an adapter names them.
         ignored: Patterns of the names of tensors that a folder may have beside the parameters.
         trust_remote_code: The class is the code in the model's folder, which the user has allowed to run.
     """
@@ -31,6 +35,9 @@ class TransformersModule:
     attention: tuple[str, ...]
     layers: str
     linears: tuple[str, ...] = ()
+    head_parameter: str = ""
+    routers: tuple[str, ...] = ()
+    expert_names: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     trust_remote_code: bool = False
 
@@ -39,14 +46,31 @@ class TransformersModule:
         """What PEFT's ``target_modules`` can name: the last parts of the names of ``linears``."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
 
+    def check_adapted(self, target_modules: Iterable[str]) -> None:
+        """Raises ``ValueError`` if there are no linear layers to adapt, or for the first of ``target_modules`` that experts have."""
+        if not self.adaptable:
+            raise ValueError("model has no linear layers that an adapter can change; leave trainer.lora out")
+        for name in target_modules:
+            if name in self.expert_names:
+                possible = ", ".join(self.adaptable)
+                raise ValueError(f"model has a mixture of experts, whose '{name}' can have no adapter; set target_modules to some of {possible}")
+
     def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
         """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in
-        ``name``."""
-        parts = (shape[0] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
+        ``name``, or those that the folder also has as one tensor of three axes."""
+        parts = (shape[-2] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
         own_rows = list[int]()
         while sum(own_rows) < rows:
             own_rows.append(next(parts))
         return tuple(own_rows)
+
+    def is_router(self, name: str) -> bool:
+        """Returns whether the parameter that ends in ``name`` is one of ``routers``."""
+        return any(own == name or own.endswith(f".{name}") for own in self.routers)
+
+    def is_hidden(self, name: str, rows: int) -> bool:
+        """Returns whether the parameter ``name`` of the decoder, a matrix of ``rows`` rows, is one that optimizers treat as a matrix of a layer."""
+        return rows > 1 and not self.is_router(name) and name.removeprefix("network.") != self.head_parameter
 
     def ignores(self, name: str) -> bool:
         """Returns whether a folder may have the tensor ``name`` although it is no parameter."""

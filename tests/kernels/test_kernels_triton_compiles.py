@@ -27,26 +27,26 @@ def compiled(what: str, cache: Path) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_program_compiles_for_hopper_and_all_tiles_of_16_bits_use_one_kind_of_matrix_instruction(dtype: str, tmp_path: Path) -> None:
-    found = compiled(dtype, tmp_path)
+    programs = compiled(dtype, tmp_path)
     names = {"linear", "grouped_linear", "rms_norm", "gate_mul", "soft_cap", "sample", "chunk_sums", "logprobs", "rope", "attention", "merge_splits",
              "logprobs_backward", "attention_queries", "attention_keys", "rms_norm_backward", "gate_mul_backward", "rope_backward",
              "latent_attention", "latent_queries", "latent_keys"}  # fmt: skip
-    assert {program["program"] for program in found} == names
-    assert all(program["cubin"] > 0 for program in found)
+    assert {program["program"] for program in programs} == names
+    assert all(program["cubin"] > 0 for program in programs)
     # The shared memory of one multiprocessor, which rows of latent attention at the published sizes would exceed if they were one tile.
-    assert all(program["shared"] <= 227 * 1024 for program in found)
+    assert all(program["shared"] <= 227 * 1024 for program in programs)
     if dtype == "bfloat16":
-        products = [program for program in found if program["program"] in ("linear", "grouped_linear", "attention", "latent_attention")]
+        products = [program for program in programs if program["program"] in ("linear", "grouped_linear", "attention", "latent_attention")]
         assert len(products) == 24 + 6
         assert all(program["wgmma"] > 0 and program["mma"] == 0 for program in products)
 
 
 @pytest.mark.full
 def test_the_gated_delta_rule_compiles_for_hopper_at_the_sizes_of_qwen3_next_and_packed_sequences_and_states_are_one_program(tmp_path: Path) -> None:
-    found = compiled("gated_delta", tmp_path)
-    assert {program["program"] for program in found} == DELTA_RULE
-    assert all(program["cubin"] > 0 and program["shared"] <= 227 * 1024 for program in found)
-    assert all(program["wgmma"] > 0 and program["mma"] == 0 for program in found if program["program"] != "delta_tokens")
+    programs = compiled("gated_delta", tmp_path)
+    assert {program["program"] for program in programs} == DELTA_RULE
+    assert all(program["cubin"] > 0 and program["shared"] <= 227 * 1024 for program in programs)
+    assert all(program["wgmma"] > 0 and program["mma"] == 0 for program in programs if program["program"] != "delta_tokens")
     # The order of sums belongs to what is compiled.
-    tokens = [program["hash"] for program in found if program["program"] == "delta_tokens"]
+    tokens = [program["hash"] for program in programs if program["program"] == "delta_tokens"]
     assert len(tokens) == 2 and len(set(tokens)) == 1

@@ -115,3 +115,15 @@ def test_matrices_that_the_module_does_not_have_are_refused_with_those_that_it_h
     with pytest.raises(UserError, match=r"model has no matrix 'q_proj'; set target_modules to some of query_key_value, dense, dense_h_to_4h, dense_4h_to_h"):
         adapted_shapes(shapes, LoraConfig())
     assert replace(shapes, lora=LoraConfig(target_modules=("dense",))).exported == shapes
+
+
+def test_matrices_of_experts_and_a_module_without_linear_layers_are_refused(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer_model("ernie4_5_moe", hidden_size=64, moe_num_experts=4, moe_k=2, moe_intermediate_size=40, moe_layer_start_index=1).save_pretrained(tmp_path / "moe")
+    shapes = read_shapes(tmp_path / "moe", implemented_by=BY_TRANSFORMERS)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        says = f"mixture of experts, whose '{name}' can have no adapter; set target_modules to some of q_proj, k_proj, v_proj, o_proj$"
+        with pytest.raises(UserError, match=says):
+            adapted_shapes(shapes, LoraConfig(target_modules=("q_proj", name)))
+    peer_model("gpt2", hidden_size=64).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match=r"model has no linear layers that an adapter can change; leave trainer\.lora out$"):
+        adapted_shapes(read_shapes(tmp_path / "gpt2", implemented_by=BY_TRANSFORMERS), LoraConfig())

@@ -195,8 +195,8 @@ def test_pass_without_gradient_leaves_out_the_last_mlp_of_tokens_that_predict_no
     whole, seen, gated = predict(model, batch, 0.7).logprobs, list[int](), model.kernels.silu_mul
     monkeypatch.setattr(model.kernels, "silu_mul", lambda x: [seen.append(len(x)), gated(x)][1])
     with torch.no_grad():
-        found = predict(model, batch, 0.7).logprobs
-    assert torch.equal(found.raw, whole.raw) and torch.equal(found.scaled, whole.scaled) and torch.equal(found.entropy, whole.entropy)
+        predicted = predict(model, batch, 0.7).logprobs
+    assert torch.equal(predicted.raw, whole.raw) and torch.equal(predicted.scaled, whole.scaled) and torch.equal(predicted.entropy, whole.entropy)
     assert seen[-1] == len(set(batch.rows.tolist())) < 0.9 * len(batch.tokens)
 
 

@@ -91,18 +91,16 @@ class TransformersDecoder(Decoder):
     ) -> Tensor:  # fmt: skip
         """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
         assert lora is None and received is None and router_logits is None and aux is None
-        if isinstance(attention, PackedContext):
-            if attention.max_seqlen > self.shapes.max_position_embeddings:
-                raise ValueError(
-                    f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.shapes.max_position_embeddings} positions"
-                )
-            if not self._is_packed:
-                return self._compute(tokens, positions, attention)
-        with torch.no_grad():
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
+            raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
+        is_trained = isinstance(attention, PackedContext) and not self._is_packed
+        with contextlib.nullcontext() if is_trained else torch.no_grad():
             hidden = self._compute(tokens, positions, attention)
         return hidden if attention.wanted is None else hidden.index_select(0, attention.wanted)
 
     def _compute(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        # ZeRO gives the parameters other memory after the module is made.
+        self.kept.bind()
         kernels, self._around = self.kernels, None
         if isinstance(context, PackedContext):
             kernels, self._around = around_layers(self.recompute, self.kernels, self.around_layer)
@@ -141,8 +139,8 @@ class TransformersDecoder(Decoder):
         assert module is not None
         tensors, kept = {}, self.kept.by_name()
         for (name, shape), own, start in zip(module.parameters, module.names, module.starts, strict=True):
-            whole = (kept[own] if own in kept else self.network.get_parameter(own)).detach()
-            tensors[name] = whole.view(-1)[start : start + math.prod(shape)].view(shape)
+            owner = (kept[own] if own in kept else self.network.get_parameter(own)).detach()
+            tensors[name] = owner.view(-1)[start : start + math.prod(shape)].view(shape)
         tensors |= self.adapter_parameters()
         return {name: tensors[name] for name, _ in parameters(self.shapes)}
 

@@ -27,6 +27,7 @@ from tandem.model.transformers_module.experts import STACKED, experts, is_mixtur
 from tandem.model.transformers_module.folder_names import Stored, stored_tensors
 from tandem.model.transformers_module.kept import kept_names
 from tandem.model.transformers_module.logits_form import LogitsForm
+from tandem.model.transformers_module.mixtures import InnerSize, expert_names, inner_size, router_names
 from tandem.model.transformers_module.one_line import one_line
 from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, probe
 from tandem.model.transformers_module.read import to_json
@@ -159,7 +160,9 @@ def _shapes(
     name_of = {id(parameter): name for name, parameter in network.named_parameters()}
     (query_heads, kv_heads, size), hidden = calls[0].heads, int(embedding.shape[1])
     inner = getattr(config, "intermediate_size", None)
-    head_name = names[id(network.get_output_embeddings())]
+    dense = inner if isinstance(inner, int) and inner > 0 else 4 * hidden
+    mlp = inner_size(network, hidden, layers, dense) or InnerSize(dense, any("gate" in name for name, _ in parameters))
+    head_name, routers, of_experts = names[id(network.get_output_embeddings())], router_names(network), expert_names(network, stored)
     windows = tuple(call.window for call in calls)
     return ModelShapes(
         architecture=config.model_type,
@@ -169,10 +172,10 @@ def _shapes(
         num_attention_heads=query_heads,
         num_key_value_heads=kv_heads,
         head_dim=size,
-        intermediate_size=inner if isinstance(inner, int) and inner > 0 else 4 * hidden,
+        intermediate_size=mlp.rows,
         max_position_embeddings=positions,
         tie_word_embeddings=head is embedding,
-        gated_mlp=any("gate" in name for name, _ in parameters),
+        gated_mlp=mlp.has_gate,
         layer_windows=windows if any(windows) else (),
         score_cap=calls[0].cap,
         logit_cap=form.cap,
@@ -188,9 +191,13 @@ def _shapes(
             layers=_common_list(attention_names),
             linears=tuple(
                 name for each in listed
-                if (name := each.name.removesuffix(".weight")) != each.name == each.own and type(network.get_submodule(name)) is nn.Linear and name != head_name
+                if (name := each.name.removesuffix(".weight")) != each.name == each.own and type(network.get_submodule(name)) is nn.Linear
+                and name != head_name and each.own not in routers and name.rpartition(".")[2] not in of_experts
             ),
-            ignored=tuple(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()),
+            head_parameter=f"{head_name}.weight",
+            routers=routers,
+            expert_names=of_experts,
+            ignored=tuple(sorted(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ())),
             trust_remote_code=trust_remote_code,
         ),
     )

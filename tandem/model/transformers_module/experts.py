@@ -19,7 +19,7 @@ from tandem.model.transformers_module.attention import Computing
 
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
 """The matrices of all experts of a layer in one parameter, [E, N, K] or transposed."""
-_PLACE = "_tandem_experts"
+_PLACE, _VISITED = "_tandem_experts", "_tandem_visited"
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _SIGMOID = (torch.sigmoid, F.sigmoid, Tensor.sigmoid)
 
@@ -86,9 +86,16 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return sum_in_order((returned.to(gates.dtype) * gates.unsqueeze(-1)).unbind(1)).to(hidden_states.dtype)
 
 
-def observed_experts(module: Any, hidden_states: Tensor, *_: Any) -> Tensor:
-    """The function of experts while a module is observed without numbers."""
+def observed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, *_: Any) -> Tensor:
+    """The function of experts while a module is observed without numbers: notes what ``visited_experts`` returns."""
+    setattr(module, _VISITED, int(top_k_index.shape[-1]))
     return torch.empty_like(hidden_states)
+
+
+def visited_experts(module: nn.Module) -> int:
+    """Returns the number of experts of the mixture ``module``, which has been observed, that a token is routed to."""
+    visited: int = getattr(module, _VISITED)
+    return visited
 
 
 def replace_mixtures(network: nn.Module, computing: Computing) -> None:

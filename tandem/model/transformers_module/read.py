@@ -95,6 +95,8 @@ def from_json(content: dict[str, Any]) -> ModelShapes:
             "starts": tuple(fields["starts"]),
             "attention": tuple(fields["attention"]),
             "linears": tuple(fields["linears"]),
+            "routers": tuple(fields["routers"]),
+            "expert_names": tuple(fields["expert_names"]),
             "ignored": tuple(fields["ignored"]),
         }
     )

@@ -149,9 +149,12 @@ def replace_parts(network: nn.Module, computing: Computing) -> None:
     """Replaces what it can in ``network``. Names and parameters stay as they are."""
     head = network.get_output_embeddings()  # type: ignore[operator]
     verdicts: dict[type, bool | None] = {}
-    for module in network.modules():
+    described = computing.shapes.transformers
+    assert described is not None
+    for name, module in network.named_modules():
         kind = type(module)
-        if kind is nn.Linear and module is not head:
+        # A router that is a linear layer stays one, and is computed as routers of other classes are.
+        if kind is nn.Linear and module is not head and not described.is_router(f"{name}.weight"):
             _become(module, KernelLinear, computing, packed=None, plain_shape=(), adapter=None)
         elif kind is Conv1D:
             _become(module, KernelConv1D, computing, packed=None, plain_shape=())

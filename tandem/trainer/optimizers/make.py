@@ -39,11 +39,15 @@ def make_piece_optimizer(
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        others = ("router", "shared_gate", "convolution")
-        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(others)]
+        others: tuple[str, ...] = ("router", "shared_gate", "convolution")
+        hidden = [
+            name for name, parameter in parameters.items()
+            if name in matrices and name.startswith("layers.") and not name.endswith(others) and is_hidden(model, name, parameter)
+        ]  # fmt: skip
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
-        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate", "convolution"))]
+        others = ("embed_tokens", "lm_head.weight", "router", "shared_gate", "convolution")
+        whole = [name for name, parameter in parameters.items() if name.endswith(others) or not is_hidden(model, name, parameter)]
         # The sizes of the whole model decide, so that what is coded does not depend on the mesh.
         shard_spec = model.shard_spec
         ranks_of = lambda name: shard_spec.size * (shard_spec.expert_size if ".experts." in name else 1)
@@ -52,6 +56,12 @@ def make_piece_optimizer(
     # Offloading to host memory makes sense for parameters on a GPU only.
     is_offloaded_from_gpu = config.offload == "cpu" and any(piece.is_cuda for piece in pieces.values())
     return (HostAdamW if is_offloaded_from_gpu else AdamW)(pieces.items(), config, matrices)
+
+
+def is_hidden(model: Decoder, name: str, parameter: nn.Parameter) -> bool:
+    """Returns whether the parameter ``name`` of a module of transformers is no router and no head, which have other names there; of other networks ``True``."""
+    module = model.shapes.transformers
+    return module is None or module.is_hidden(name, parameter.shape[-2] if parameter.ndim > 1 else 1)
 
 
 def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuffer] = ()) -> Matrices:
@@ -65,7 +75,11 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
             is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b)|linear_attention\.in)_proj", name) is not None
             axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         module = model.shapes.transformers
-        own_rows = module.rows_of(name, shape[-2]) if module is not None and len(shape) == 3 else (shape[-2],)
+        own_rows: tuple[int, ...] = (shape[-2],)
+        if module is not None and len(shape) == 3:
+            own_rows = module.rows_of(name, shape[-2])
+        elif module is not None and "gate_up_proj" in name:
+            own_rows = (shape[-2] // 2,) * 2
         stacks[name] = Stack(shape, rows.get(name, own_rows), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 
@@ -86,7 +100,7 @@ def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[
             rows[name] = (shapes.query_rows, shapes.key_value_size, shapes.key_value_size)
         elif "experts.gate_up_proj" in name and shapes.experts is not None:
             rows[name] = (shapes.experts.intermediate_size,) * 2
-        elif "gate_up_proj" in name and (shapes.transformers is None or "experts" not in name):
+        elif "gate_up_proj" in name and shapes.transformers is None:
             experts = shapes.experts_of(int(name.split(".")[1]))
             rows[name] = (shapes.intermediate_size if experts is None else experts.shared_intermediate_size,) * 2
     return rows
