@@ -34,6 +34,17 @@ struct Source {
   Ahead<T> stored_next() const { return {{static_cast<const T*>(next_keys), key_tile_stride, 0, next_table, 0}, next_last}; }
   int64_t tiles_at_once() const { return is_in_place() ? SPAN_TILES : DECODED_TILES; }
 
+  // Calls run(its stored numbers, t, its block) for the tiles first <= t < last of `data`.
+  template <typename Run>
+  void each_stored_tile(const void* data, int64_t stride, int64_t first, int64_t last, Run run) const {
+    for_stored(kind, [&](auto stored) {
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t block = table ? table[t] : t - begin;
+        run(static_cast<const decltype(stored)*>(data) + block * stride, t, block);
+      }
+    });
+  }
+
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
     if (!keys) {
       alignas(64) float rows[BLOCK_TOKENS * MAX_HEAD_SIZE];
@@ -44,24 +55,20 @@ struct Source {
       return {buffer, size * BLOCK_TOKENS, 0, nullptr, first};
     }
     if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, begin};
-    for_stored(kind, [&](auto stored) {
-      using T = decltype(stored);
-      for (int64_t t = first; t < last; ++t) {
-        const int64_t block = table ? table[t] : t - begin;
-        const T* from = static_cast<const T*>(keys) + block * key_tile_stride;
-        float* to = buffer + (t - first) * size * BLOCK_TOKENS;
-        const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
-        if constexpr (IS_PAIR<T>) {
-          float* behind = to + size / 2 * LANES;
-          for (int64_t d = 0; d < size / 2; ++d) {
-            store(to + d * LANES, mul(widen_half<false>(from + d * LANES), scale));
-            store(behind + d * LANES, mul(widen_half<true>(from + d * LANES), scale));
-          }
-        } else {
-          for (int64_t d = 0; d < size; ++d) {
-            const V key = widen(from + d * LANES);
-            store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
-          }
+    each_stored_tile(keys, key_tile_stride, first, last, [&](auto* from, int64_t t, int64_t block) {
+      using T = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
+      float* to = buffer + (t - first) * size * BLOCK_TOKENS;
+      const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
+      if constexpr (IS_PAIR<T>) {
+        float* behind = to + size / 2 * LANES;
+        for (int64_t d = 0; d < size / 2; ++d) {
+          store(to + d * LANES, mul(widen_half<false>(from + d * LANES), scale));
+          store(behind + d * LANES, mul(widen_half<true>(from + d * LANES), scale));
+        }
+      } else {
+        for (int64_t d = 0; d < size; ++d) {
+          const V key = widen(from + d * LANES);
+          store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
         }
       }
     });
@@ -70,16 +77,12 @@ struct Source {
 
   View value_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
     if (kind == 0) return {static_cast<const float*>(values), value_tile_stride, value_row_stride, table, begin};
-    for_stored(kind, [&](auto stored) {
-      using T = decltype(stored);
-      for (int64_t t = first; t < last; ++t) {
-        const int64_t block = table ? table[t] : t - begin;
-        const T* from = static_cast<const T*>(values) + block * value_tile_stride;
-        float* to = buffer + (t - first) * size * BLOCK_TOKENS;
-        for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
-          const V scale = IS_SCALED<T> ? set1(value_scales[block * scale_tile_stride + j]) : zero();
-          each_code(from, size, [&](int64_t d, int n, V value) { put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n); });
-        }
+    each_stored_tile(values, value_tile_stride, first, last, [&](auto* from, int64_t t, int64_t block) {
+      using T = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
+      float* to = buffer + (t - first) * size * BLOCK_TOKENS;
+      for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
+        const V scale = IS_SCALED<T> ? set1(value_scales[block * scale_tile_stride + j]) : zero();
+        each_code(from, size, [&](int64_t d, int n, V value) { put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n); });
       }
     });
     return {buffer, size * BLOCK_TOKENS, size, nullptr, first};

@@ -3,7 +3,7 @@
 
 #include "attention_source.h"
 
-// Queries first .. last of one sequence and one key-value head; query i stands at position i and row query_row + i.
+// Queries first .. last of one sequence and one key-value head; query i is at position i and row query_row + i.
 struct Task {
   int64_t sequence, kv_head, first, last, query_row;
 };

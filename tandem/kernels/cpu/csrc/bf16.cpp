@@ -64,17 +64,12 @@ void multiply_slabs(int64_t m, int64_t n, int64_t pairs, const Left& left, bool 
 // The gates of gate_up[rows, 2 inner], rounded, as pairs: a row's numbers stay in the first-level cache between.
 void gate_pairs(const float* gate_up, int64_t rows, int64_t inner, int activation, float* pairs) {
   const int64_t each = pair_count(inner);
-  const int threads = threads_for(rows * inner * 16);
-  Failure failure;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; ++r)
-    failure.guard([&] {
-      thread_local Scratch memory;
-      float* gates = memory.floats(inner);
-      gate_mul(gate_up + r * 2 * inner, 1, inner, activation, gates);
-      narrow_row(gates, inner, reinterpret_cast<uint16_t*>(pairs + r * each));
-    });
-  failure.raise();
+  each_row(rows, rows * inner * 16, [&](int64_t r) {
+    thread_local Scratch memory;
+    float* gates = memory.floats(inner);
+    gate_mul(gate_up + r * 2 * inner, 1, inner, activation, gates);
+    narrow_row(gates, inner, reinterpret_cast<uint16_t*>(pairs + r * each));
+  });
 }
 
 }  // namespace
@@ -95,18 +90,13 @@ void narrow_columns(const float* x, int64_t m, int64_t k, float* pairs) {
 
 void pack_pairs(const float* weight, int64_t n, int64_t k, float* packed) {
   const int64_t pairs = pair_count(k), panels = (n + PANEL - 1) / PANEL;
-  const int threads = threads_for(n * k);
-  Failure failure;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < panels; ++panel)
-    failure.guard([&] {
-      thread_local Scratch memory;
-      const int64_t rows = std::min(PANEL, n - panel * PANEL);
-      float* narrowed = memory.floats(PANEL * pairs);
-      for (int64_t r = 0; r < rows; ++r) narrow_row(weight + (panel * PANEL + r) * k, k, reinterpret_cast<uint16_t*>(narrowed + r * pairs));
-      pack_part({narrowed, Layout::COLUMNS, pairs}, rows, 0, 0, pairs, packed + panel * PANEL * pairs);
-    });
-  failure.raise();
+  each_row(panels, n * k, [&](int64_t panel) {
+    thread_local Scratch memory;
+    const int64_t rows = std::min(PANEL, n - panel * PANEL);
+    float* narrowed = memory.floats(PANEL * pairs);
+    for (int64_t r = 0; r < rows; ++r) narrow_row(weight + (panel * PANEL + r) * k, k, reinterpret_cast<uint16_t*>(narrowed + r * pairs));
+    pack_part({narrowed, Layout::COLUMNS, pairs}, rows, 0, 0, pairs, packed + panel * PANEL * pairs);
+  });
 }
 
 void multiply_pairs(const float* x, int64_t m, const PairWeight& weight, const float* bias, bool rounds, float* out) {
@@ -163,22 +153,9 @@ int tandem_bf16_grouped_linear(const float* x, const float* weight, int packed, 
     const int64_t total = bounds[groups], each = pair_count(k);
     float* pairs = memory.floats(total * each);
     narrow_rows(x, total, k, pairs);
-    int64_t busy = 0, most = 0;
-    for (int64_t g = 0; g < groups; ++g) {
-      busy += bounds[g + 1] > bounds[g];
-      most = std::max(most, bounds[g + 1] - bounds[g]);
-    }
-    // A group a thread, where no group is more than one thread's share; else all threads on one group after another.
-    const int threads = threads_for(total * n * k + busy * n * k);
-    const bool apart = threads > 1 && busy >= 2 * threads && most * threads <= total;
-    Failure failure;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (apart)
-    for (int64_t g = 0; g < groups; ++g)
-      failure.guard([&] {
-        const int64_t first = bounds[g], rows = bounds[g + 1] - first;
-        if (rows > 0) multiply_pairs(pairs + first * each, rows, {weight + g * stride, packed != 0, n, k}, nullptr, rounds != 0, out + first * n);
-      });
-    failure.raise();
+    each_group(bounds, groups, n * k, [&](int64_t g, int64_t first, int64_t rows) {
+      multiply_pairs(pairs + first * each, rows, {weight + g * stride, packed != 0, n, k}, nullptr, rounds != 0, out + first * n);
+    });
   });
 }
 

@@ -1,4 +1,4 @@
-// The layout of the key-value cache, as `tandem/kernels/api.py` lays it down, and the numbers that stand in it.
+// The layout of the key-value cache, as `tandem/kernels/api.py` lays it down, and the numbers that are stored in it.
 //
 // A number is fp32, bf16, or a code of 8 or 4 bits whose token and head have a scale: number = code scale, one fp32 product. The codes
 // are whole numbers up to 127 or 7, or e4m3 (Micikevicius et al., 2022). Encoding divides, rounds to nearest even and nothing else, so
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "numbers.h"
 #include "rows.h"
 
 constexpr int64_t BLOCK_TOKENS = 16;  // keys[blocks, hkv, size, 16], values[blocks, hkv, 16, size], scales[blocks, hkv, 16]
@@ -174,16 +175,9 @@ INLINE float scale_of(const float* x, int64_t size, float limit) {
   return std::max(max_lane(most) / limit, FLT_MIN) + sum(poison);
 }
 
-INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
 INLINE Fp8 to_e4m3(float x) {
   const uint32_t all = bits_of(x), sign = all >> 24 & 0x80, size = all & 0x7fffffff;
-  float magnitude;
-  std::memcpy(&magnitude, &size, sizeof magnitude);
+  const float magnitude = from_bits(size);
   // Below 2^-6 the step is 2^-9, that of fp32 at 2^14: the addition rounds.
   const uint32_t small = bits_of(magnitude + 16384.0f) - bits_of(16384.0f);
   const uint32_t normal = (size - (120u << 23) + 0x7ffff + (size >> 20 & 1)) >> 20;

@@ -5,12 +5,12 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "numbers.h"
 #include "vec.h"
 
 // The codes of quantized.py.
 enum Kind : int { INT4 = 0, INT8 = 1, FP8 = 2, BF16 = 3, FP16 = 4, NF4 = 5, MXFP4 = 6, KINDS = 7 };
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 constexpr bool has_nibbles(int kind) { return kind == INT4 || kind == NF4 || kind == MXFP4; }
 constexpr bool has_scales(int kind) { return kind != BF16 && kind != FP16; }
 constexpr int64_t bytes_a_scale(int kind) { return kind == MXFP4 ? 1 : 4; }
@@ -24,12 +24,6 @@ alignas(64) constexpr float NORMAL_FLOATS[16] = {
 // E2M1 (Open Compute Project, 2023).
 alignas(64) constexpr float MXFP4_NUMBERS[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-
-inline float from_bits(uint32_t bits) {
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
 
 // 2^23: the last bit of a number from here on is 1.
 constexpr float SHIFT = 8388608.0f;

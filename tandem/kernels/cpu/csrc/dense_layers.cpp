@@ -3,7 +3,6 @@
 // The kernels are those that Python would call one by one (`tandem/model/layer_pass.py`), in the same order, so the bits are the same too.
 #include <algorithm>
 #include <atomic>
-#include <new>
 #include <utility>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "dense_layers.h"
 #include "dense_matrix.h"
 #include "direct.h"
+#include "numbers.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -40,10 +40,6 @@ struct Working {
   float *residual, *wanted_residual, *normed, *wanted_normed, *x, *qkv, *q, *attended;
   int64_t* zeros;
 };
-
-void allocated(int code) {
-  if (code == OUT_OF_MEMORY) throw std::bad_alloc();
-}
 
 void pick_rows(const float* from, const int64_t* rows, int64_t count, int64_t width, float* to) {
   for (int64_t i = 0; i < count; ++i) std::copy_n(from + rows[i] * width, width, to + i * width);
@@ -105,7 +101,7 @@ struct Widths {
     }
   }
   int64_t all() const { return 4 * hidden + qkv + 2 * attended + LANES; }
-  static int64_t lines(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
+  static int64_t lines(int64_t floats) { return round_up(floats, LANES); }
 };
 
 // Each thread with a part of its own reads all weights: worth it for some rows, and for weights that stay in the last cache. Measured on two threads: 3.7M

@@ -2,29 +2,22 @@
 #include "dense_matrix.h"
 
 #include <algorithm>
-#include <cstring>
-#include <new>
 #include <utility>
 
 #include "calls.h"
 #include "gemm.h"
+#include "numbers.h"
 #include "parallel.h"
 #include "rows.h"
 
 namespace {
 
-void allocated(int code) {
-  if (code == OUT_OF_MEMORY) throw std::bad_alloc();
-}
-
 // Rounded to the nearest bf16 number, ties to even, denormal numbers too: as torch converts what quantized weights multiply in mixed precision.
 void round_like_torch(const float* x, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
+    const uint32_t bits = bits_of(x[i]);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    bits = is_nan ? 0x7fc00000u : (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-    std::memcpy(out + i, &bits, sizeof bits);
+    out[i] = from_bits(is_nan ? 0x7fc00000u : (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
   }
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "numbers.h"
 #include "vec.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__)
@@ -27,17 +28,6 @@ INLINE __m256 even_eight(__m256 x) { return _mm256_castsi256_ps(_mm256_slli_epi3
 INLINE V dot_odd(V pairs) { return {odd_eight(pairs.a), odd_eight(pairs.b)}; }
 INLINE V dot_even(V pairs) { return {even_eight(pairs.a), even_eight(pairs.b)}; }
 #endif
-
-INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 // The bits of the nearest bf16 number in the upper half; denormal numbers become zeros of their sign, NaN a quiet NaN.
 INLINE uint32_t rounded_bits(float x) {
@@ -60,7 +50,7 @@ INLINE V round_bf16(V x) {
 #else
   alignas(64) float lanes[LANES];
   store(lanes, x);
-  for (float& lane : lanes) lane = float_of(rounded_bits(lane));
+  for (float& lane : lanes) lane = from_bits(rounded_bits(lane));
   return load(lanes);
 #endif
 }
@@ -74,7 +64,7 @@ INLINE V pair(V even, V odd) {
   alignas(64) float low[LANES], high[LANES];
   store(low, even);
   store(high, odd);
-  for (int i = 0; i < LANES; ++i) low[i] = float_of(rounded_bits(low[i]) >> 16 | rounded_bits(high[i]));
+  for (int i = 0; i < LANES; ++i) low[i] = from_bits(rounded_bits(low[i]) >> 16 | rounded_bits(high[i]));
   return load(low);
 #endif
 }
@@ -140,8 +130,8 @@ __attribute__((noinline)) void emulated_chains(const float* left, int64_t row_st
       float acc = 0.0f;
       for (int64_t i = 0; i < k; ++i) {
         const uint32_t a = bits_of(left[r * row_stride + i * k_stride]), b = bits_of(right[i * right_stride + n]);
-        const auto high = [](uint32_t bits) { return without_denormals(float_of(bits & 0xffff0000u)); };
-        const auto low = [](uint32_t bits) { return without_denormals(float_of(bits << 16)); };
+        const auto high = [](uint32_t bits) { return without_denormals(from_bits(bits & 0xffff0000u)); };
+        const auto low = [](uint32_t bits) { return without_denormals(from_bits(bits << 16)); };
         acc = flushed_fma(low(a), low(b), flushed_fma(high(a), high(b), acc));
       }
       sums[r * VECTORS * LANES + n] = acc;

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "gemm.h"
+#include "numbers.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -175,8 +177,6 @@ INLINE void ask_ahead(const uint8_t* p) {
   for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(p + BYTES_AHEAD + i, 0, 3);
 }
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // Rows of inputs as codes, [m][deep] with zeros at the end, and of each row its scale and the sums of its codes, [m][groups].
 struct Inputs {
   int64_t deep, groups;
@@ -188,16 +188,10 @@ struct Inputs {
 // The scale is the largest magnitude over 127. A row with an infinite or undefined number gets that as its scale, which carries
 // it to every output.
 inline void round_row(const float* x, int64_t k, int64_t deep, int8_t* codes, float* scale_out) {
-  int32_t largest_bits = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    largest_bits = std::max(largest_bits, bits & 0x7fffffff);
-  }
-  float largest;
-  std::memcpy(&largest, &largest_bits, sizeof largest);
+  uint32_t largest_bits = 0;
+  for (int64_t i = 0; i < k; ++i) largest_bits = std::max(largest_bits, bits_of(x[i]) & 0x7fffffff);
   std::memset(codes + k, 0, static_cast<size_t>(deep - k));
-  const float scale = largest_bits < 0x7f800000 ? largest / 127.0f : __builtin_nanf("");
+  const float scale = largest_bits < 0x7f800000 ? from_bits(largest_bits) / 127.0f : __builtin_nanf("");
   *scale_out = scale;
   if (!(scale > 0.0f)) {
     std::memset(codes, 0, static_cast<size_t>(k));
@@ -227,6 +221,19 @@ inline Inputs round_rows(const float* x, int64_t m, int64_t k, int64_t group, in
   }
   return to;
 }
+
+// Tile::multiply<ROWS> by the number of rows.
+template <typename Tile>
+struct TileFunctions {
+  using Function = void (*)(const Tile&);
+  Function of[MOST_ROWS + 1] = {};
+
+  constexpr TileFunctions() { fill(std::make_integer_sequence<int, MOST_ROWS>{}); }
+  template <int... ROWS>
+  constexpr void fill(std::integer_sequence<int, ROWS...>) {
+    ((of[ROWS + 1] = Tile::template multiply<ROWS + 1>), ...);
+  }
+};
 
 constexpr int64_t ROWS_AT_ONCE = 96;  // rows of codes that stay in the second-level cache beside a panel
 

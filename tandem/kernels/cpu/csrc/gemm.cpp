@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "dot.h"
+#include "numbers.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -130,7 +131,6 @@ struct TileFunctions {
 template <typename Math>
 constexpr TileFunctions<Math> TILES;
 
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 int64_t panel_width(int64_t n, int64_t panel) { return std::min(PANEL, round_up(n - panel * PANEL, LANES)); }
 int64_t panel_count(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
@@ -387,7 +387,7 @@ void multiply(const Product& p) {
       for (int64_t n = 0; n < p.n; ++n) {
         float* out = p.out + m * p.out_stride + n;
         *out = (p.accumulate ? *out : 0.0f) + (p.bias ? p.bias[n] : 0.0f);
-        if (p.rounds) *out = float_of(rounded_bits(*out));
+        if (p.rounds) *out = from_bits(rounded_bits(*out));
       }
     return;
   }

@@ -1,4 +1,4 @@
-// Linear layers of several groups in one call: rows that stand group by group, a weight of its own for each group.
+// Linear layers of several groups in one call: rows that lie group by group, a weight of its own for each group.
 #include <cstdint>
 
 #include "gemm.h"

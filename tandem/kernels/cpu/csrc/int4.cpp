@@ -3,7 +3,6 @@
 // Sums of a group are exact in int32. They are scaled and added in fp32, one group after the other.
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "calls.h"
 #include "dot8.h"
@@ -24,6 +23,9 @@ struct Tile {
   const int32_t* sums;  // [rows][groups]
   float* out;
   int64_t out_stride, columns;
+
+  template <int ROWS>
+  static void multiply(const Tile& t);
 };
 
 // Adds the products of columns first .. end to `sums`; returns where the codes of the next ones are.
@@ -88,7 +90,7 @@ INLINE void add_group(const Tile& t, int64_t first, int64_t end, const uint8_t* 
 }
 
 template <int ROWS>
-void multiply_tile(const Tile& t) {
+void Tile::multiply(const Tile& t) {
   constexpr int WIDE = wide_of(ROWS);
   alignas(64) float totals[ROWS][PANEL];
   for (int64_t g = 0; g < t.groups; ++g) {
@@ -122,16 +124,7 @@ void multiply_tile(const Tile& t) {
     }
 }
 
-using TileFunction = void (*)(const Tile&);
-template <int... ROWS>
-constexpr void fill(TileFunction* table, std::integer_sequence<int, ROWS...>) {
-  ((table[ROWS + 1] = multiply_tile<ROWS + 1>), ...);
-}
-struct TileFunctions {
-  TileFunction of[MOST_ROWS + 1] = {};
-  constexpr TileFunctions() { fill(of, std::make_integer_sequence<int, MOST_ROWS>{}); }
-};
-constexpr TileFunctions TILES;
+constexpr TileFunctions<Tile> TILES;
 
 struct Weights {
   const uint8_t* packed;

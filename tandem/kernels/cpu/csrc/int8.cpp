@@ -3,7 +3,6 @@
 // A weight's code is stored as code + 128; 128 times the sum of the row's codes is taken off at the end.
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "calls.h"
 #include "dot8.h"
@@ -18,6 +17,9 @@ struct Tile {
   const int32_t* row_sums;
   float* out;
   int64_t out_stride, columns;
+
+  template <int ROWS>
+  static void multiply(const Tile& t);
 };
 
 // The outputs of WIDE vectors from vector `from` on.
@@ -57,20 +59,11 @@ INLINE void multiply_vectors(const Tile& t, int from) {
 }
 
 template <int ROWS>
-void multiply_tile(const Tile& t) {
+void Tile::multiply(const Tile& t) {
   for (int from = 0; from < VECTORS; from += wide_of(ROWS)) multiply_vectors<ROWS, wide_of(ROWS)>(t, from);
 }
 
-using TileFunction = void (*)(const Tile&);
-template <int... ROWS>
-constexpr void fill(TileFunction* table, std::integer_sequence<int, ROWS...>) {
-  ((table[ROWS + 1] = multiply_tile<ROWS + 1>), ...);
-}
-struct TileFunctions {
-  TileFunction of[MOST_ROWS + 1] = {};
-  constexpr TileFunctions() { fill(of, std::make_integer_sequence<int, MOST_ROWS>{}); }
-};
-constexpr TileFunctions TILES;
+constexpr TileFunctions<Tile> TILES;
 
 // out[m, n] = (codes of x . codes of the weight) (scale of the row x scale of the channel) + bias
 void product(const float* x, const uint8_t* packed, const float* scales, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {

@@ -12,6 +12,8 @@
 #include <new>
 #include <type_traits>
 
+#include "numbers.h"
+
 // Threads worth waking for `work` multiply-adds (or as many bytes moved): one below about twenty microseconds' worth.
 inline int threads_for(int64_t work) {
   constexpr int64_t WORTH_A_WAKE_UP = 1 << 20;
@@ -35,6 +37,11 @@ int or_out_of_memory(Call call) noexcept {
   }
 }
 
+// Throws where `code`, which such a function returned, says that an allocation failed.
+inline void allocated(int code) {
+  if (code == OUT_OF_MEMORY) throw std::bad_alloc();
+}
+
 // Carries a failed allocation out of a parallel loop, which no exception may leave.
 class Failure {
  public:
@@ -54,6 +61,16 @@ class Failure {
  private:
   std::atomic<bool> failed_{false};
 };
+
+// Calls run(i) for each i below `count` on the threads that `work` is worth, each thread's one behind the other. Throws where an allocation failed.
+template <typename Run>
+void each_row(int64_t count, int64_t work, Run run) {
+  Failure failure;
+  const int threads = threads_for(work);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < count; ++i) failure.guard([&] { run(i); });
+  failure.raise();
+}
 
 // Calls run(g, first row, rows) for each group that has rows, the ones `bounds[g]` to `bounds[g + 1]`, of `work` multiply-adds a row: a group a thread, where
 // no group is more than one thread's share; else all threads on one group after another. Throws where an allocation failed.
@@ -87,7 +104,7 @@ class Scratch {
   float* floats(int64_t count) {
     if (count > capacity_) {
       std::free(data_);
-      capacity_ = (count + 1023) / 1024 * 1024;
+      capacity_ = round_up(count, 1024);
       data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(capacity_) * sizeof(float)));
       if (data_ == nullptr) {
         capacity_ = 0;

@@ -1,20 +1,10 @@
 // Inputs of products in emulated fp8.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "calls.h"
+#include "numbers.h"
 #include "parallel.h"
-
-namespace {
-
-float from_bits(uint32_t bits) {
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -29,18 +19,12 @@ void tandem_round_fp8(const float* x, int64_t m, int64_t k, int64_t group, float
       float* to = out + row * k + start;
       const int64_t count = std::min(group, k - start);
       uint32_t largest_bits = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, from + i, sizeof bits);
-        largest_bits = std::max(largest_bits, bits & 0x7fffffff);
-      }
+      for (int64_t i = 0; i < count; ++i) largest_bits = std::max(largest_bits, bits_of(from[i]) & 0x7fffffff);
       const float scale = largest_bits >= 0x7f800000 ? __builtin_nanf("") : from_bits(largest_bits) / 448.0f;
       for (int64_t i = 0; i < count; ++i) {
         const float value = scale == 0.0f ? 0.0f : from[i] / scale;
         // Four significant bits, and below 2^-6 whole multiples of 2^-9: adding and taking away 1.5 2^23 of that unit rounds to it.
-        uint32_t bits;
-        std::memcpy(&bits, &value, sizeof bits);
-        const uint32_t exponent = std::max(bits >> 23 & 0xff, 121u);
+        const uint32_t exponent = std::max(bits_of(value) >> 23 & 0xff, 121u);
         const float shift = from_bits((exponent + 20) << 23) * 1.5f;
         const float rounded = (value + shift) - shift;
         to[i] = std::min(448.0f, std::max(-448.0f, rounded)) * scale;

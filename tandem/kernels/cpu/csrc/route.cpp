@@ -37,15 +37,12 @@ extern "C" {
 // logits[rows, width] -> gates, experts [rows, each]; bounds[width + 1], order and inverse [rows * each] as `Routing` has them.
 int tandem_route(const float* logits, int64_t rows, int64_t width, int64_t each, int normalised, float* gates, int64_t* experts,
                  int64_t* bounds, int64_t* order, int64_t* inverse) {
-  const int threads = threads_for(rows * width * (COST_OF_EXP + each));
-  Failure failure;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; ++r)
-    failure.guard([&] {
+  const int code = or_out_of_memory([&] {
+    each_row(rows, rows * width * (COST_OF_EXP + each), [&](int64_t r) {
       thread_local Scratch memory;
       route_row(logits + r * width, width, each, normalised != 0, memory.floats(width), gates + r * each, experts + r * each);
     });
-  const int code = or_out_of_memory([&] { failure.raise(); });
+  });
   if (code != 0) return code;
   const int64_t places = rows * each;
   for (int64_t e = 0; e <= width; ++e) bounds[e] = 0;

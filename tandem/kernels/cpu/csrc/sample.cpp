@@ -77,18 +77,13 @@ extern "C" int tandem_sample(const float* logits, int64_t rows, int64_t width, c
                               const float* top_p, const float* min_p, const double* uniform, int64_t* tokens, float* raw,
                               float* sampling) {
   return or_out_of_memory([&] {
-    const int threads = threads_for(rows * width * 32);
-    Failure failure;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < rows; ++r)
-      failure.guard([&] {
-        thread_local RowMemory memory;
-        const Drawn drawn = sample_row(logits + r * width, width, temperature[r], {top_k[r], top_p[r], min_p[r]}, uniform[r], memory);
-        tokens[r] = drawn.token;
-        raw[r] = drawn.raw;
-        sampling[r] = drawn.sampling;
-      });
-    failure.raise();
+    each_row(rows, rows * width * 32, [&](int64_t r) {
+      thread_local RowMemory memory;
+      const Drawn drawn = sample_row(logits + r * width, width, temperature[r], {top_k[r], top_p[r], min_p[r]}, uniform[r], memory);
+      tokens[r] = drawn.token;
+      raw[r] = drawn.raw;
+      sampling[r] = drawn.sampling;
+    });
   });
 }
 

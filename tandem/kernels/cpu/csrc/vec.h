@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "numbers.h"
+
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #include <immintrin.h>
 #endif
@@ -139,12 +142,7 @@ INLINE V fma(V a, V b, V c) { EACH_LANE(__builtin_fmaf(a.x[i], b.x[i], c.x[i]));
 INLINE V fnma(V a, V b, V c) { EACH_LANE(__builtin_fmaf(-a.x[i], b.x[i], c.x[i])); }
 INLINE V keep_lanes(V a, int lo, int hi, float fill) { EACH_LANE(i >= lo && i < hi ? a.x[i] : fill); }
 INLINE V where_less(V a, V b, V x, V y) { EACH_LANE(a.x[i] < b.x[i] ? x.x[i] : y.x[i]); }
-INLINE float power_of_two(float n) {
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
+INLINE float power_of_two(float n) { return from_bits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23); }
 INLINE V scale_by_power(V a, V n) { EACH_LANE(a.x[i] * power_of_two(n.x[i])); }
 #undef EACH_LANE
 INLINE float sum(V a) {
