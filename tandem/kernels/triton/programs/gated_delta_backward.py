@@ -7,15 +7,16 @@ which has that decay as a factor, divided by it; no difference of larger sums is
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import tile_of
 from tandem.kernels.triton.programs.gated_delta_chunks import (
     CHUNK,
+    chunk_of,
     decays_since,
     decays_until,
     dot,
     load_rows,
     load_state,
     rows_of,
+    scores_of,
     store_rows,
     store_state,
 )
@@ -29,14 +30,12 @@ def delta_outputs_backward(
     """Computes the gradients ``by_delta[T, HEADS, V]`` by the corrections of a chunk's own outputs, whose gradients are ``grad[T, HEADS, V]``. Grid: (places
     of chunks, HEADS, tiles of V)."""
     head = tl.program_id(1)
-    _, start, count, first = tile_of(starts, sequences, CHUNK)
-    if first >= count:
+    is_surplus, valid, shared, own = chunk_of(starts, sequences, head, KEY_HEADS, HEADS)
+    if is_surplus:
         return
-    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
     d, e = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    query, key = load_rows(q, shared, valid, d, K), load_rows(k, shared, valid, d, K)
     decays, _since = decays_since(decay, own, valid)
-    scores = dot(query, tl.trans(key)) * decays
+    _query, scores = scores_of(q, k, shared, valid, decays, d, K)
     store_rows(by_delta, own, valid, e, dot(tl.trans(scores), load_rows(grad, own, valid, e, V)), V)
 
 
@@ -76,10 +75,9 @@ def delta_reads_backward(
     by_k[T, HEADS, K]`` and ``by_decay, by_beta[T, HEADS]``, all fp32, what comes through the states around a chunk; that by a decay is multiplied with it.
     Grid: (places of chunks, HEADS)."""
     place, head = tl.program_id(0), tl.program_id(1)
-    _, start, count, first = tile_of(starts, sequences, CHUNK)
-    if first >= count:
+    is_surplus, valid, shared, own = chunk_of(starts, sequences, head, KEY_HEADS, HEADS)
+    if is_surplus:
         return
-    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
     at = place.to(tl.int64) * HEADS + head
     d = tl.arange(0, BLOCK_K)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
@@ -135,10 +133,9 @@ def delta_pairs_backward(
     """Adds to the results of ``delta_reads_backward``, of which ``right[T, HEADS, V]`` is one, what comes through the pairs of tokens within a chunk. Grid:
     (places of chunks, HEADS)."""
     head = tl.program_id(1)
-    _, start, count, first = tile_of(starts, sequences, CHUNK)
-    if first >= count:
+    is_surplus, valid, shared, own = chunk_of(starts, sequences, head, KEY_HEADS, HEADS)
+    if is_surplus:
         return
-    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
     d = tl.arange(0, BLOCK_K)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     by_score, by_erased = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)

@@ -53,6 +53,21 @@ def rows_of(start, first, count, head, KEY_HEADS: tl.constexpr, HEADS: tl.conste
 
 
 @triton.jit
+def chunk_of(starts, sequences, head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr):
+    """Returns of this program's chunk whether it is the surplus one of its sequence, which has no tokens, and what ``rows_of`` returns."""
+    _, start, count, first = tile_of(starts, sequences, CHUNK)
+    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
+    return first >= count, valid, shared, own
+
+
+@triton.jit
+def scores_of(q, k, shared, valid, decays, d, K: tl.constexpr):
+    """Returns the queries of a chunk and the products ``(q k) D`` of its tokens."""
+    query, key = load_rows(q, shared, valid, d, K), load_rows(k, shared, valid, d, K)
+    return query, dot(query, tl.trans(key)) * decays
+
+
+@triton.jit
 def decays_since(decay, own, valid):
     """Returns the decays ``D[i, j]`` of a chunk, 0 for j > i, and those ``G[i]`` since its start; tokens that are not ``valid`` decay nothing."""
     shrink = tl.load(decay + own, mask=valid, other=1.0).to(tl.float32)
@@ -99,10 +114,9 @@ def delta_chunks(
     """Computes ``w[T, HEADS, K]`` and ``u[T, HEADS, V]``; with ``KEEPS`` also ``(1 + A)^-1`` as ``inverses[places, HEADS, CHUNK, CHUNK]``. Grid: (places of
     chunks, HEADS)."""
     place, head = tl.program_id(0), tl.program_id(1)
-    _, start, count, first = tile_of(starts, sequences, CHUNK)
-    if first >= count:
+    is_surplus, valid, shared, own = chunk_of(starts, sequences, head, KEY_HEADS, HEADS)
+    if is_surplus:
         return
-    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
     d = tl.arange(0, BLOCK_K)
     key = load_rows(k, shared, valid, d, K)
     rate = tl.load(beta + own, mask=valid, other=0.0).to(tl.float32)
@@ -152,16 +166,15 @@ def delta_outputs(
 ):  # fmt: skip
     """Computes ``out = G (q S) + (q k D) delta``. Grid: (places of chunks, HEADS, tiles of V)."""
     place, head = tl.program_id(0), tl.program_id(1)
-    _, start, count, first = tile_of(starts, sequences, CHUNK)
-    if first >= count:
+    is_surplus, valid, shared, own = chunk_of(starts, sequences, head, KEY_HEADS, HEADS)
+    if is_surplus:
         return
-    valid, shared, own = rows_of(start, first, count, head, KEY_HEADS, HEADS)
     d, e = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    query, key = load_rows(q, shared, valid, d, K), load_rows(k, shared, valid, d, K)
     decays, since = decays_since(decay, own, valid)
+    query, scores = scores_of(q, k, shared, valid, decays, d, K)
     state = load_state(before + (place.to(tl.int64) * HEADS + head) * (K * V), d, e, K, V)
     result = dot(query * since[:, None], state)
-    result += dot(dot(query, tl.trans(key)) * decays, load_rows(delta, own, valid, e, V))
+    result += dot(scores, load_rows(delta, own, valid, e, V))
     store_rows(out, own, valid, e, result, V)
 
 
