@@ -40,7 +40,7 @@ SIZES = (
     "sliding_window", *LATENT, "q_lora_rank",
 )  # fmt: skip
 AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
-LENGTHS = ("prompt_tokens", "response_tokens", "response_p95")
+RL_FLAGS = ("prompt_tokens", "response_tokens", "response_p95", "draft_acceptance")
 PROGRESS_EVERY = 200
 
 
@@ -99,6 +99,10 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt (default: 512, or half of what the context leaves)")
     rl.add_argument("--response-tokens", type=int, help="mean tokens of a completion (default: half of rollout.max_tokens)")
     rl.add_argument("--response-p95", type=int, help="tokens that 95 %% of the completions do not exceed (default: twice the mean)")
+    rl.add_argument(
+        "--draft-acceptance", type=float, metavar="RATE",
+        help="probability that a draft token of rollout.engine.speculative_config is accepted (default: drafts save nothing)",
+    )  # fmt: skip
     layout = parser.add_argument_group("a layout to score")
     for name, text in (
         ("tp", "tensor-parallel ranks"), ("pp", "pipeline-parallel ranks"), ("virtual_pp", "stages on each of them"), ("dp", "data-parallel ranks"),
@@ -181,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
         from tandem.planner.pod_memory import plan_pod_memory, pod_memory_json, pod_memory_text
         from tandem.planner.rl_plan import described_rl_step
 
-        words, figures = described_rl_step(recipe, scored, *(getattr(options, name) for name in LENGTHS))
+        words, figures = described_rl_step(recipe, scored, *(getattr(options, name) for name in RL_FLAGS))
         pod = plan_pod_memory(recipe, scored)
         beside += f"\n\n{words}\n\n{pod_memory_text(pod)}"
         answer |= {"rl_step": figures, "pod_memory": pod_memory_json(pod)}
@@ -208,7 +212,7 @@ def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
     recipe = load_config(options.model) if options.model is not None and is_recipe(options.model) else None
     if isinstance(recipe, Recipe):
         return recipe
-    for name in LENGTHS:
+    for name in RL_FLAGS:
         if getattr(options, name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"

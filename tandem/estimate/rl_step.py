@@ -7,7 +7,8 @@
 - **Update of weights.** The ranks of a node write the parts that they own to the host's memory, other nodes read them over their network cards, and every
   engine's GPUs read theirs. **Switch**: what the trainer holds goes to the host and comes back, where it does not fit beside the engine.
 - **Training** is a step of ``training.predict`` for each minibatch, of sequences whose length is the mean over tokens: that has the tokens and the
-  operations of attention of the real ones. A pass without gradients is a third of the operations.
+  operations of attention of the real ones. A pass without gradients is a third of the operations; of Tandem's trainer without what only tokens that predict
+  nothing would need: their logits and, on ranks that hold whole layers, what is behind the attention of the last layer.
 """
 
 import math
@@ -15,11 +16,14 @@ from dataclasses import dataclass, replace
 
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
+from tandem.estimate.rl_work import has_whole_layers
 from tandem.estimate.serving.engine_memory import predict_engine_memory
 from tandem.estimate.serving.kv_cache import held_tokens
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.played import PlayedRequest, StepTable, play
+from tandem.estimate.serving.speculation import Speculation
 from tandem.estimate.serving.throughput import written_tokens
+from tandem.estimate.time import ALL_PREDICT, Predicting, forward_products
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
 from tandem.layout.parameters import parameter_count
@@ -41,7 +45,7 @@ class RLStep:
     ``budget_tokens``: of partial rollouts, 0: off. ``rounds``: of rollout. ``passes``: without gradients, and ``trained``: how many models are trained, all
     counted as of the actor's size (old log-probabilities, reference, critic, reward model). ``minibatches`` and ``epochs``: of the update. ``draft_passes``:
     what an update of a draft head takes, in passes of the actor without gradients. ``micro_batch_tokens``: of a pass. ``held_bytes``: what the trainer holds
-    on a GPU. ``is_ahead``: the samples of the next step are drawn while a step trains."""
+    on a GPU. ``is_ahead``: the samples of the next step are drawn while a step trains. ``speculation``: of the engines."""
 
     prompts: int
     group: int
@@ -60,6 +64,7 @@ class RLStep:
     micro_batch_tokens: int = 8192
     held_bytes: int = 0
     is_ahead: bool = False
+    speculation: Speculation | None = None
 
     def check(self) -> None:
         """Raises ``UserError`` for what cannot be predicted."""
@@ -141,7 +146,7 @@ def _rollout(shapes: ModelShapes, hardware: Hardware, step: RLStep) -> tuple[flo
     context = step.prompt_lengths.mean + written
     memory = predict_engine_memory(shapes, step.engine, hardware)
     most = max(1, int(min(step.engine.max_num_seqs, memory.cache_tokens / held_tokens(shapes, computed + written))))
-    steps = StepTable(shapes, step.engine, hardware, max(2.0, float(min(most, len(requests)))), context, step.prompt_lengths.mean / 2)
+    steps = StepTable(shapes, step.engine, hardware, max(2.0, float(min(most, len(requests)))), context, step.prompt_lengths.mean / 2, step.speculation)
     seconds = play(requests, steps, most, step.engine.max_num_batched_tokens)
     ends = sorted(each.finished_s for each in requests)
     return seconds, seconds - ends[min(len(ends) - 1, int(TAIL_SHARE * len(ends)))]
@@ -185,7 +190,14 @@ def _training_seconds(shapes: ModelShapes, hardware: Hardware, step: RLStep, tok
     # The passes are those of whole micro-batches; operations scale with the tokens that are there, what is once a step does not.
     once = time.optimizer + time.data_communication
     filled = tokens / step.minibatches / (shaped.global_batch * sequence)
-    computed = time.products + time.attention + time.memory_bound
+    predicting = Predicting(outputs.mean / (prompts.mean + outputs.mean), has_whole_layers(layout.parallel) and layout.precision != "fp8")
+    inferred = _forward_flops(shapes, predicting) / _forward_flops(shapes, ALL_PREDICT) if layout.trainer else 1.0
+    computed = inferred * time.products + time.attention + time.memory_bound
     sent = time.tensor_communication + time.expert_communication + time.context_communication
     forward = computed / 3 + sent / 2 + (time.bubble + time.pipeline_communication) / 3
     return once + filled * (time.seconds - once), step.minibatches * filled * forward
+
+
+def _forward_flops(shapes: ModelShapes, predicting: Predicting) -> float:
+    """Returns the operations of the products of a forward pass, a token at a time."""
+    return sum(times * product.flops for product, times in forward_products(shapes, 1, 1.0, shapes.language_head, predicting=predicting).items())

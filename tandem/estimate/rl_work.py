@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.draft_work import draft_work
-from tandem.estimate.time import Work, generation_work, training_work
+from tandem.estimate.time import ALL_PREDICT, Predicting, Work, generation_work, training_work
 from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.shapes import ModelShapes
 
@@ -64,6 +65,11 @@ def packed_group(prompt_tokens: float, completion_tokens: float, samples: int, s
     return Packed(tokens, attended / tokens)
 
 
+def has_whole_layers(parallel: ParallelConfig) -> bool:
+    """Returns whether a rank computes its layers alone, as it must to leave out tokens of the last one."""
+    return parallel.tensor == parallel.context == parallel.expert == parallel.pipeline == 1
+
+
 def forward_and_backward(trainer: TrainerConfig) -> float:
     """Returns the forward passes that the forward and the backward pass of an update are worth."""
     return FORWARD_AND_BACKWARD + (trainer.recompute == "full")
@@ -73,6 +79,7 @@ def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_t
     """Returns the work for prompts and completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows."""
     rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
     length, group = prompt_tokens + completion_tokens, algorithm.group_size
+    ends_early = has_whole_layers(recipe.parallel) and trainer.precision != "fp8"
     drawn = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step)
 
     def generation(prompts: int, samples: int) -> Work:
@@ -82,29 +89,35 @@ def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_t
         )
 
     def passes(
-        shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts, backward: float = 0
+        shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts, backward: float = 0,
+        predicted: float = 0.0,
     ) -> Work:
-        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three, of which ``backward`` are such pairs."""
+        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three, of which ``backward`` are such pairs. ``predicted``:
+        tokens of a sample that passes without gradient are for (0: all)."""
         each = packed_group(prompt_tokens, completion_tokens, group, shared)
-        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates, backward)
+        predicting = Predicting(group * predicted / each.tokens, ends_early) if predicted else ALL_PREDICT
+        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates, backward, predicting)
 
     trained, updates = algorithm.epochs * forward_and_backward(trainer), algorithm.epochs * algorithm.minibatches
     inferred = (algorithm.old_logprobs == "recompute") + recipe.has_shared_critic
     inference = list[Work]()
-    training = [passes(models.actor, rollout.prompts_per_step, trained + inferred, updates, backward=algorithm.epochs)]
+    training = [passes(models.actor, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs)]
+    if inferred:
+        training.append(passes(models.actor, rollout.prompts_per_step, inferred, predicted=completion_tokens))
     if algorithm.needs_reference:
-        inference.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1))
+        inference.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1, predicted=completion_tokens))
         if recipe.has_rounds and "reference" in recipe.rewards.needs:
-            inference.append(passes(models.teacher or models.actor, drawn, 1))
+            inference.append(passes(models.teacher or models.actor, drawn, 1, predicted=completion_tokens))
     if models.critic is not None:
-        inference.append(passes(models.critic, rollout.prompts_per_step, 1))
+        inference.append(passes(models.critic, rollout.prompts_per_step, 1, predicted=completion_tokens))
         training.append(passes(models.critic, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs))
     if models.draft is not None:
         # Every sample with its prompt, once.
         tokens = float(rollout.prompts_per_step * group * length)
         training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, trainer.micro_batch_tokens))
     if models.reward_model is not None:
-        inference.append(passes(models.reward_model, drawn, 1, shared=False))
+        # Its score is that of the last token.
+        inference.append(passes(models.reward_model, drawn, 1, shared=False, predicted=1))
     sft = recipe.sft
     return RLWork(
         (generation(algorithm.prompts_per_round(rollout.prompts_per_step), group),) * algorithm.rounds,

@@ -34,6 +34,17 @@ class Product(NamedTuple):
         return (6 if self.trains else 2) * self.rows * self.outputs * self.inputs
 
 
+class Predicting(NamedTuple):
+    """Which tokens of a pass without gradient predict another: the ``share`` of them that the head reads (``model.decoder.Decoder.outputs``). ``ends_early``:
+    the last layer has the others in its attention alone, where it has no experts."""
+
+    share: float
+    ends_early: bool
+
+
+ALL_PREDICT = Predicting(1.0, ends_early=False)
+
+
 class Speed(NamedTuple):
     """What a machine was measured to do: seconds of each product, and bytes per second that are read and written. ``cpu``: CPU-seconds of each product, of
     all threads together, and ``bytes_per_cpu_s``; empty where they were not measured. ``call_cpu_s``: of one rank's part in a collective between CPUs, and
@@ -92,16 +103,18 @@ def generation_work(
 
 
 def training_work(
-    shapes: ModelShapes, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int, passes: float, updates: int, backward: float = 0.0
+    shapes: ModelShapes, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int, passes: float, updates: int, backward: float = 0.0,
+    predicting: Predicting = ALL_PREDICT,
 ) -> Work:
     """Returns the work of ``passes`` passes over ``tokens`` tokens in sequences of ``sequence_tokens``, a forward and a backward pass being three, of which
-    ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written."""
+    ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written.
+    ``predicting``: of the passes without a backward pass."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
     moved = float(updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes))
     moved += passes * tokens * elementwise_bytes(shapes, DTYPE_BYTES[dtype])
     products = forward_products(shapes, rows, backward * tokens / rows, with_head=shapes.language_head, trains=True) if backward else {}
     if (forward := passes - 3 * backward) > 0:
-        for product, times in forward_products(shapes, rows, forward * tokens / rows, with_head=shapes.language_head).items():
+        for product, times in forward_products(shapes, rows, forward * tokens / rows, shapes.language_head, predicting=predicting).items():
             products[product] = products.get(product, 0.0) + times
     recurrent = recurrence_flops(shapes, tokens, passes - 3 * backward, backward)
     return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens) + recurrent, moved)
@@ -123,7 +136,9 @@ def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0
     return total * each / ELEMENT_BYTES / 3
 
 
-def forward_products(shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False) -> dict[Product, float]:
+def forward_products(
+    shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False, predicting: Predicting = ALL_PREDICT
+) -> dict[Product, float]:
     """Returns the products of a forward pass of ``rows`` tokens, ``times`` over, with their backward pass if it ``trains``; a token of a mixture of experts
     visits its own."""
     hidden, products = shapes.hidden_size, dict[Product, float]()
@@ -133,20 +148,25 @@ def forward_products(shapes: ModelShapes, rows: int, times: float, with_head: bo
         products[product] = products.get(product, 0.0) + count * times
 
     for layer in range(shapes.num_hidden_layers):
-        for matrix in shapes.matrices_of_attention(layer) if shapes.latent is None else ():
-            add(rows, matrix.outputs, matrix.inputs, 1)
-        if shapes.latent is not None:
-            add(rows, shapes.qkv_size, hidden, 1)
-            add(rows, hidden, shapes.query_size, 1)
         experts, inner, each, visited = shapes.experts_of(layer), shapes.intermediate_size, rows, 1
+        # Behind the attention of the last layer.
+        share = predicting.share if predicting.ends_early and layer == shapes.num_hidden_layers - 1 and experts is None else 1.0
+        if shapes.latent is None:
+            *into, output = shapes.matrices_of_attention(layer)
+            for matrix in into:
+                add(rows, matrix.outputs, matrix.inputs, 1)
+            add(rows, output.outputs, output.inputs, share)
+        else:
+            add(rows, shapes.qkv_size, hidden, 1)
+            add(rows, hidden, shapes.query_size, share)
         if experts is not None:
             visited = min(experts.num_experts, rows * experts.num_experts_per_tok)
             inner, each = experts.intermediate_size, max(1, rows * experts.num_experts_per_tok // visited)
-        add(each, (shapes.mlp_matrices - 1) * inner, hidden, visited)
-        add(each, hidden, inner, visited)
+        add(each, (shapes.mlp_matrices - 1) * inner, hidden, visited * share)
+        add(each, hidden, inner, visited * share)
     if with_head:
         # A kernel of its own has the head's three products, a chunk of the vocabulary at a time.
-        add(rows, shapes.vocab_size, hidden, 3 if trains else 1, is_head=True)
+        add(rows, shapes.vocab_size, hidden, 3 if trains else predicting.share, is_head=True)
     return products
 
 

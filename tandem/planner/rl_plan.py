@@ -10,9 +10,11 @@ from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
 from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.speculation import Speculation
 from tandem.layout.shapes import ModelShapes
 from tandem.planner.recipe_step import sequence_tokens
 from tandem.planner.score import Score
+from tandem.pod.rl_models import engine_draft
 from tandem.types.errors import UserError
 
 USUAL_PROMPT = 512
@@ -29,13 +31,21 @@ class RLPlan:
 
 
 def described_rl_step(
-    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
+    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None, draft_acceptance: float | None = None
 ) -> tuple[str, dict[str, Any]]:
     """Returns the predicted step of ``recipe`` with the layout of ``scored``, on whose GPUs the engines are as well, as text and as an object; of an engine
-    that does not fit, the reason. Lengths that are ``None`` are assumed. Raises ``UserError`` for lengths that no sequence has."""
-    lengths = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    that does not fit, the reason. Lengths that are ``None`` are assumed; without ``draft_acceptance``, that drafts save nothing. Raises ``UserError`` for
+    lengths that no sequence has and an acceptance that no draft has."""
+    prompts, outputs, assumed = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    config = recipe.rollout.engine.speculative_config
+    if draft_acceptance is not None and config is None:
+        raise UserError("--draft-acceptance is given and the recipe has no rollout.engine.speculative_config; leave it out or name the drafts")
+    if draft_acceptance is not None and not 0 <= draft_acceptance <= 1:
+        raise UserError(f"--draft-acceptance is {draft_acceptance:g}; it must be from 0 to 1")
+    if config is not None and draft_acceptance is None:
+        assumed = ", ".join(filter(None, (assumed, f"drafts by '{config.method}' that save nothing (--draft-acceptance)")))
     try:
-        plan = plan_rl_step(recipe, scored, *lengths)
+        plan = plan_rl_step(recipe, scored, prompts, outputs, assumed, draft_acceptance)
     except UserError as error:
         return f"step of reinforcement learning: not predicted, {error}", {"refused": str(error)}
     return rl_text(plan), rl_json(plan)
@@ -61,8 +71,11 @@ def _lengths(
     return prompts, outputs, ", ".join(filter(None, given))
 
 
-def plan_rl_step(recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "") -> RLPlan:
-    """Returns the predicted step of ``recipe``, with these lengths. Raises ``UserError`` for an engine that does not fit."""
+def plan_rl_step(
+    recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "", draft_acceptance: float | None = None
+) -> RLPlan:
+    """Returns the predicted step of ``recipe``, with these lengths; without ``draft_acceptance`` as if nothing were drafted. Raises ``UserError`` for an engine
+    that does not fit, and a folder of drafts that cannot be one."""
     rollout, algorithm, shapes = recipe.rollout, recipe.algorithm, scored.shapes
     has_critic = algorithm.name == "ppo" and not recipe.has_shared_critic
     has_reward_model = bool(recipe.reward_model.path)
@@ -74,6 +87,7 @@ def plan_rl_step(recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengt
         draft_passes=0.0 if recipe.draft is None else draft_passes(shapes, recipe.draft.draft_steps),
         minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
+        speculation=None if draft_acceptance is None else _speculation(recipe, shapes, draft_acceptance),
     )  # fmt: skip
     return RLPlan(step, predict_rl_step(shapes, scored.hardware, step), assumed)
 
@@ -91,6 +105,7 @@ def rl_json(plan: RLPlan) -> dict[str, Any]:
         "tensor_parallel_size": step.engine.tensor, "max_num_seqs": step.engine.max_num_seqs, "assumed": plan.assumed,
         "prompt_tokens": step.prompt_lengths.mean, "response_tokens": {"mean": step.output_lengths.mean, "p95": step.output_lengths.quantile(0.95)},
         "budget_tokens": step.budget_tokens, "held_bytes_per_gpu": step.held_bytes, "engine": asdict(step.engine),
+        "speculation": None if step.speculation is None else asdict(step.speculation) | {"tokens_a_step": step.speculation.tokens_a_step},
     }  # fmt: skip
 
 
@@ -106,6 +121,11 @@ def _lines(plan: RLPlan) -> Iterator[str]:
         yield f"  assumed, since the recipe does not say: {plan.assumed}"
     if not step.budget_tokens and time.tail > time.rollout / 4:
         yield "  the tail is more than a quarter of the rollout: partial rollouts (rollout.budget_tokens) or rollout.max_staleness 1 would hide it"
+    if (drafted := step.speculation) is not None:
+        yield (
+            f"  drafts: up to {drafted.drafts} tokens for each of up to {drafted.most_sequences} sequences, {drafted.tokens_a_step:.3g} tokens a step if each "
+            f"is accepted with probability {drafted.acceptance:g}"
+        )
     yield "  rewards, agents and tools are not in it: their time is that of the user's functions"
 
 
@@ -127,6 +147,16 @@ def _engine(recipe: Recipe, shapes: ModelShapes, hardware: Hardware, gpus: int) 
         layout = replace(layout, quantization=quantization)  # type: ignore[arg-type]
     layout.check(shapes, hardware)
     return layout
+
+
+def _speculation(recipe: Recipe, shapes: ModelShapes, acceptance: float) -> Speculation | None:
+    """Returns the speculation of the recipe's engines on GPUs, where each draft token is accepted with the probability ``acceptance``."""
+    engine = recipe.rollout.engine
+    config = engine.speculative_config
+    if config is None:
+        return None
+    most = config.batch_limit("cuda", engine.max_num_seqs)
+    return Speculation(config.draft_tokens, acceptance, engine_draft(recipe, shapes).weights, most, config.adaptive)
 
 
 def _held(scored: Score) -> int:

@@ -17,8 +17,11 @@ from tandem.estimate.processes import (
     data_run_bytes,
 )
 from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.linear_attention import scratch_in_chunks
+from tandem.estimate.training.own_trainer import working_by_layer
 from tandem.estimate.training.rank_memory import RankMemory, machine_bytes, memory_by_stage, predict_rank_memory
 from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 
@@ -69,6 +72,19 @@ def test_a_rank_on_a_gpu_has_fp32_weights_beside_rounded_ones() -> None:
     shapes = replace(LLAMA, lora=LoraConfig(rank=4, target_modules=("q_proj",)))
     adapted = predict_rank_memory(shapes, layout_of_trainer(bf16, ParallelConfig(), 50, on_cpu=False))
     assert adapted.gradients == 4 * 3 * 4 * (32 + 32), "only the adapter has gradients"
+
+
+def test_a_rank_on_a_gpu_has_the_scratch_of_one_layer_with_linear_attention_at_a_time() -> None:
+    # Of Qwen3-Next's layers: 64 KiB of a token are the states of a chunk and their gradients.
+    linear = LinearAttention((0, 1), 16, 32, 128, 128, 4)
+    heads, size, chunk = 32, 128, 64
+    scratch = 4 * heads * (2 * size * size // chunk + chunk + 6 * size + 2)
+    assert scratch_in_chunks(linear) == scratch and 4 * heads * 2 * size * size // chunk == 64 << 10
+    shapes = replace(LLAMA, linear_attention=linear)
+    of_gpu = lambda ranks: layout_of_trainer(TrainerConfig(), ParallelConfig(tensor=ranks), 50, on_cpu=False)
+    assert [working_by_layer(shapes, layer, of_gpu(1)) for layer in range(3)] == [scratch, scratch, 0]
+    assert working_by_layer(shapes, 0, of_gpu(2)) == scratch / 2
+    assert working_by_layer(shapes, 0, layout_of_trainer(TrainerConfig(), ParallelConfig(), 50)) == 0
 
 
 def test_gradients_of_the_only_pass_of_a_step_take_the_place_of_activations() -> None:

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.rl_step import RLStep, _round_requests, predict_rl_step, weight_update_seconds
 from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.speculation import Speculation
 from tandem.estimate.serving.step_time import EngineStep, predict_decode_step, predict_step
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
@@ -31,6 +33,27 @@ def test_a_rollout_of_equal_lengths_is_its_prompts_and_a_step_for_each_further_t
     assert time.rollout == pytest.approx(prompts + decoding, rel=0.02)
     assert (time.tail, time.longest_tokens) == (pytest.approx(0, abs=1e-9), pytest.approx(201))
     assert time.seconds == pytest.approx(time.rollout + time.weight_update + time.switch + time.inference + time.training)
+
+
+def test_drafts_divide_the_steps_by_the_tokens_that_one_accepts_and_are_left_out_where_they_cost_more() -> None:
+    drafts, rate, engine = 3, 0.7, ServingLayout()
+    drafted = Speculation(drafts, rate, draft_bytes=1 << 30, is_adaptive=False)
+    # A geometric number of accepted tokens, cut at the drafts, and one more.
+    accepted = sum(count * rate**count * (1 - rate) for count in range(drafts)) + drafts * rate**drafts
+    assert drafted.tokens_a_step == pytest.approx(1 + accepted)
+    assert (Speculation(drafts, 0.0).tokens_a_step, Speculation(drafts, 1.0).tokens_a_step) == (1, 1 + drafts)
+    off, on = (predict_rl_step(LLAMA_3_8B, H100, replace(STEP, speculation=each)).rollout for each in (None, drafted))
+    plain, verified = (predict_step(LLAMA_3_8B, engine, H100, EngineStep(16, 500 + 201 / 2, drafts=each)).seconds for each in (0, drafts))
+    step = verified + drafts * (1 << 30) / (0.85 * H100.memory_bandwidth)
+    assert off - on == pytest.approx(200 * (plain - step / (1 + accepted)), rel=0.03) and on < 0.6 * off
+    # The weights are read once for all rows of a step, as are a sequence's keys for its drafts.
+    assert plain < verified < 1.2 * plain
+    useless = replace(drafted, acceptance=0.0)
+    assert predict_rl_step(LLAMA_3_8B, H100, replace(STEP, speculation=useless)).rollout > off
+    for left_out in (replace(useless, is_adaptive=True), replace(drafted, most_sequences=0)):
+        assert predict_rl_step(LLAMA_3_8B, H100, replace(STEP, speculation=left_out)).rollout == off
+    with pytest.raises(UserError, match=r"the acceptance of draft tokens is 1\.5; it must be from 0 to 1"):
+        Speculation(drafts, 1.5)
 
 
 def test_a_rollout_of_uniform_lengths_waits_for_the_largest_of_n() -> None:
@@ -84,6 +107,19 @@ def test_training_takes_the_steps_of_its_tokens_and_passes_a_third() -> None:
     assert predict_rl_step(LLAMA_3_8B, H100, replace(equal, epochs=2, trained=2)).training == pytest.approx(4 * one.seconds)
     four = predict_rl_step(LLAMA_3_8B, H100, replace(equal, minibatches=4)).training
     assert four == pytest.approx(one.seconds + 3 * one.optimizer, rel=0.1)
+
+
+def test_a_pass_of_tandems_trainer_leaves_out_logits_and_the_end_of_the_last_layer_of_prompts() -> None:
+    equal = replace(STEP, prompts=64, output_lengths=Lengths.around(1548, 0), micro_batch_tokens=2048, passes=1)
+    head, kept = 128256 * 4096, 1548 / 2048
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    behind_attention = 4096 * 4096 + 3 * 4096 * 14336
+    for parallel, left_out in ((TRAINING.parallel, head + behind_attention), (ParallelConfig(data=4, tensor=2), head)):
+        own = replace(TRAINING, parallel=parallel, trainer=TrainerConfig())
+        one, time = (predict_step_time(LLAMA_3_8B, own, H100), predict_rl_step(LLAMA_3_8B, H100, replace(equal, training=own)))
+        share = 1 - (1 - kept) * left_out / (32 * layer + head)
+        computed = share * one.products + one.attention + one.memory_bound
+        assert time.inference == pytest.approx(computed / 3 + one.tensor_communication / 2)
 
 
 def test_weights_are_written_by_all_ranks_of_a_node_and_read_by_every_engine_over_the_bus() -> None:

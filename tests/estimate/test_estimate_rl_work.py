@@ -12,6 +12,7 @@ from tandem.estimate.rl_work import RLModels, RLWork, packed_group, rl_work
 from tandem.estimate.time import Product, Work
 from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.eagle3 import eagle3_shapes
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 from tandem.trainer.packing import packed_tokens
@@ -20,6 +21,8 @@ from tandem.types import TrainSequence
 ACTOR = ModelShapes("llama", 101, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 NORMS, EMBEDDING = 7 * 32, 101 * 32
 MATRICES = parameter_count(ACTOR) - NORMS - 2 * EMBEDDING
+BEHIND_ATTENTION = 32 * 32 + 3 * 48 * 32
+"""Of one layer."""
 PROMPT, COMPLETION, GROUP, PROMPTS = 20, 12, 4, 3
 
 
@@ -60,10 +63,12 @@ def test_a_group_has_the_tokens_that_the_trainer_packs() -> None:
 
 
 def test_a_shared_prompt_is_computed_once_in_every_pass_of_training() -> None:
-    for kl_coef, passes in ((0.0, 3), (0.1, 4)):
+    for kl_coef in (0.0, 0.1):
         for shared, tokens in ((False, GROUP * (PROMPT + COMPLETION)), (True, PROMPT + GROUP * COMPLETION)):
-            found = work(algorithm={"group_size": GROUP, "kl_coef": kl_coef}, trainer={"share_prompts": shared})
-            assert flops(passes_of(found)) == pytest.approx(passes * PROMPTS * tokens * 2 * (MATRICES + EMBEDDING))
+            predicted = work(algorithm={"group_size": GROUP, "kl_coef": kl_coef}, trainer={"share_prompts": shared})
+            assert flops(predicted.training) == pytest.approx(3 * PROMPTS * tokens * 2 * (MATRICES + EMBEDDING))
+            once = tokens * (MATRICES - BEHIND_ATTENTION) + GROUP * COMPLETION * (BEHIND_ATTENTION + EMBEDDING)
+            assert flops(predicted.inference) == pytest.approx((kl_coef > 0) * PROMPTS * 2 * once)
     shared, plain = (work(trainer={"share_prompts": each}) for each in (True, False))
     assert attention(shared.training) < attention(plain.training) and shared.generation == plain.generation
 
@@ -77,8 +82,11 @@ def test_every_round_of_dynamic_sampling_is_generated_and_scored_and_one_batch_i
     models, reward_model = RLModels(ACTOR, reward_model=scorer), {"path": "scorer"}
     for algorithm, prompts in (({"group_size": GROUP}, PROMPTS), (filters, 5 * 2 * PROMPTS)):
         scored = work(models, algorithm=algorithm, reward_model=reward_model)
-        # Every sample with its prompt, through the layers and no head.
-        assert flops(passes_of(scored)) - flops(one.training) == pytest.approx(prompts * GROUP * (PROMPT + COMPLETION) * 2 * MATRICES)
+        # Every sample with its prompt, through the layers and no head; behind the last attention the token that has the score.
+        length = PROMPT + COMPLETION
+        assert flops(passes_of(scored)) - flops(one.training) == pytest.approx(
+            prompts * GROUP * 2 * (length * MATRICES - (length - 1) * BEHIND_ATTENTION)
+        )
 
 
 def test_a_draft_head_learns_once_from_every_sample_with_its_prompt() -> None:
@@ -95,11 +103,27 @@ def test_a_draft_head_learns_once_from_every_sample_with_its_prompt() -> None:
     assert flops((own,)) / (tokens * (100 * MATRICES + EMBEDDING)) == pytest.approx(draft_passes(deep, 3), rel=0.02)
 
 
+def test_a_pass_without_gradient_leaves_out_what_only_tokens_that_predict_nothing_need_where_a_rank_has_whole_layers() -> None:
+    algorithm = {"group_size": GROUP, "kl_coef": 0.1, "old_logprobs": "recompute", "tis_cap": 2.0}
+    tokens, predicted = PROMPTS * GROUP * (PROMPT + COMPLETION), PROMPTS * GROUP * COMPLETION
+    whole, early = tokens * MATRICES + predicted * EMBEDDING, tokens * (MATRICES - BEHIND_ATTENTION) + predicted * (BEHIND_ATTENTION + EMBEDDING)
+    for sections, expected in (({}, early), ({"trainer": {"precision": "fp8"}}, whole), ({"parallel": {"tensor": 2}}, whole)):
+        # The reference, and the policy once more beside its update.
+        passes = work(algorithm=algorithm, **sections)
+        assert flops(passes.inference) == pytest.approx(2 * expected)
+        assert flops(passes.training) == pytest.approx(2 * (3 * tokens * (MATRICES + EMBEDDING) + expected))
+    # The last layer of a mixture of experts sees every token; the head does not.
+    experts = RLModels(replace(ACTOR, experts=ExpertShapes(4, 2, 48)))
+    layers = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 2 * 3 * 48 * 32)
+    assert flops(work(experts, algorithm=algorithm).inference) == pytest.approx(2 * (tokens * layers + predicted * EMBEDDING))
+
+
 def test_a_critic_has_an_inference_pass_and_the_updates_of_the_actor_without_logits() -> None:
     critic = replace(ACTOR, value_head="token", language_head=False)
     ppo = {"name": "ppo", "group_size": GROUP, "minibatches": 2, "epochs": 3}
     alone, beside = work(algorithm={**ppo, "name": "reinforce_plus_plus"}), work(RLModels(ACTOR, critic=critic), algorithm=ppo)
     tokens = PROMPTS * GROUP * (PROMPT + COMPLETION)
-    assert flops(passes_of(beside)) - flops(alone.training) == pytest.approx((3 * 3 + 1) * tokens * 2 * MATRICES)
+    values = tokens * MATRICES - PROMPTS * GROUP * PROMPT * BEHIND_ATTENTION
+    assert flops(passes_of(beside)) - flops(alone.training) == pytest.approx(2 * (3 * 3 * tokens * MATRICES + values))
     assert not any(product == Product(product.rows, 101, 32) for product in beside.training[-1].products), "a value head has no logits"
-    assert flops(beside.inference) == pytest.approx(tokens * 2 * MATRICES), "its values"
+    assert flops(beside.inference) == pytest.approx(2 * values), "its values"

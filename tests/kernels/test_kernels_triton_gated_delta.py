@@ -1,7 +1,8 @@
 """The gated delta rule by Triton's programs in the interpreter: beside its definition in float64, with the bits of the law, and their limits in chunks."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,11 @@ from paged_sequences import bounds_of
 from torch import Tensor
 from triton_interpreter import interpreted
 
+from tandem.estimate.training.linear_attention import scratch_in_chunks
 from tandem.kernels.api import DeltaStates
+from tandem.kernels.triton.gated_delta import TritonPasses
+from tandem.kernels.triton.programs import gated_delta_backward, gated_delta_chunks
+from tandem.layout.linear_attention import LinearAttention
 
 FEW = [1, 9, 3]
 """Token by token the interpreter is slow."""
@@ -34,6 +39,36 @@ def hard_inputs(sizes: tuple[int, int, int, int], lengths: list[int]) -> list[Te
         decay[first : first + 9], beta[first : first + 9] = 1.0, 1.0
     decay[11::17] = 1e-20
     return inputs
+
+
+class Unlaunched:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def test_the_backward_pass_allocates_the_scratch_that_the_memory_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gated_delta_chunks, gated_delta_backward):
+        for name in [name for name in vars(module) if name.startswith("delta_")]:
+            monkeypatch.setattr(module, name, Unlaunched())
+    made = list[int]()
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def counted(*shape: Any, make: Callable[..., Tensor] = make, **options: Any) -> Tensor:
+            tensor = make(*shape, **options)
+            made.append(tensor.nbytes)
+            return tensor
+
+        monkeypatch.setattr(torch, name, counted)
+    key_heads, heads, keys, values = NARROW
+    linear, passes, sizes = LinearAttention((0,), key_heads, heads, keys, values, 4), TritonPasses(deterministic=True), []
+    for tokens in (64, 128):
+        inputs = inputs_of(NARROW, tokens)
+        made.clear()
+        passes.backward(torch.ones(tokens, heads, values), *inputs, bounds_of([tokens]))
+        sizes.append(sum(made))
+    # Without the place for a further chunk that every sequence has.
+    assert sizes[1] - sizes[0] == 64 * scratch_in_chunks(linear)
 
 
 def error(own: Tensor, expected: Tensor) -> float:

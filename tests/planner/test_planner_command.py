@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from recipes_of_models import grpo_recipe
 
+from tandem.types import UserError
+
 SIZES = shlex.split("--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256")
 PUBLISHED = shlex.split(
     "--gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --kv-heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 "
@@ -292,3 +294,33 @@ def test_an_engine_that_does_not_fit_leaves_the_layout_scored() -> None:
     layout = TrainingLayout(replace(recipe.parallel, data=8), 4096, 8)
     text, answer = described_rl_step(recipe, score(large, layout, load_hardware("H100-80GB")), None, None, None)
     assert text == f"step of reinforcement learning: not predicted, {answer['refused']}" and "use more GPUs, fewer bits" in text
+
+
+def test_drafts_are_predicted_with_a_declared_acceptance_and_otherwise_said_to_save_nothing() -> None:
+    from dataclasses import replace
+
+    from tandem.config.engine import SpeculativeConfig
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.estimate.training.layout import TrainingLayout
+    from tandem.layout.shapes import ModelShapes
+    from tandem.planner.rl_plan import described_rl_step
+    from tandem.planner.score import score
+
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    engine = replace(recipe.rollout.engine, speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3))
+    drafted = replace(recipe, rollout=replace(recipe.rollout, engine=engine))
+    shapes = ModelShapes("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192, False)
+    scored = score(shapes, TrainingLayout(replace(recipe.parallel, data=8, zero=3), 4096, 8), load_hardware("H100-80GB"))
+    (off, without), (silent, _), (text, answer) = (
+        described_rl_step(each, scored, 20, 30, 32, rate) for each, rate in ((recipe, None), (drafted, None), (drafted, 0.5))
+    )
+    assert "drafts" not in off and "assumed, since the recipe does not say: drafts by 'ngram' that save nothing (--draft-acceptance)" in silent
+    assert "drafts: up to 3 tokens for each of up to 256 sequences, 1.88 tokens a step if each is accepted with probability 0.5" in text
+    assert answer["speculation"]["tokens_a_step"] == 1.875 and without["speculation"] is None
+    assert answer["rollout_seconds"] < without["rollout_seconds"]
+    with pytest.raises(UserError, match=r"--draft-acceptance is given and the recipe has no rollout\.engine\.speculative_config"):
+        described_rl_step(recipe, scored, 20, 30, 32, 0.5)
+    with pytest.raises(UserError, match="--draft-acceptance is 2; it must be from 0 to 1"):
+        described_rl_step(drafted, scored, 20, 30, 32, 2.0)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.serving.kernels import KERNELS
 from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.speculation import Speculation
 from tandem.estimate.serving.step_time import EngineStep, predict_step
 from tandem.layout.shapes import ModelShapes
 
@@ -22,14 +24,22 @@ PROMPT_SHARES = (0.0, 0.02, 0.1, 0.3, 0.6, 1.0)
 
 
 class StepTable:
-    """The seconds of steps with up to ``most`` sequences of ``context`` tokens, and with prompt tokens that attend to ``before`` earlier ones on average."""
+    """The seconds of steps with up to ``most`` sequences of ``context`` tokens, and with prompt tokens that attend to ``before`` earlier ones on average. With
+    ``speculation``, those of a step without prompts are for each token that its sequences draw; beside prompts nothing is drafted."""
 
-    def __init__(self, shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, most: float, context: float, before: float) -> None:
+    def __init__(
+        self, shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, most: float, context: float, before: float,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.sizes = sorted({0.0, 1.0, min(8.0, most), most / 4, most / 2, most})
         self.rows = [share * layout.max_num_batched_tokens for share in PROMPT_SHARES]
         self.seconds = [
             [predict_step(shapes, layout, hardware, EngineStep(size, context, rows, before)).seconds for rows in self.rows] for size in self.sizes
         ]
+        for size, seconds in zip(self.sizes, self.seconds, strict=True):
+            if speculation is not None and 0 < size <= speculation.most_sequences:
+                each = _drafted_seconds(shapes, layout, hardware, EngineStep(size, context, drafts=speculation.drafts), speculation)
+                seconds[0] = min(seconds[0], each) if speculation.is_adaptive else each
 
     def __call__(self, running: int, prompt_tokens: float) -> float:
         at = min(max(bisect_right(self.sizes, running), 1), len(self.sizes) - 1)
@@ -41,6 +51,12 @@ class StepTable:
         part = (prompt_tokens - self.rows[to - 1]) / (self.rows[to] - self.rows[to - 1])
         below, above = self.seconds[at - 1], self.seconds[at]
         return (1 - share) * ((1 - part) * below[to - 1] + part * below[to]) + share * ((1 - part) * above[to - 1] + part * above[to])
+
+
+def _drafted_seconds(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, speculation: Speculation) -> float:
+    """Returns the seconds of ``step`` with its drafts, for each token that a sequence draws in it."""
+    drafted = speculation.drafts * speculation.draft_bytes / (KERNELS[layout.kernels].bandwidth * hardware.memory_bandwidth)
+    return (predict_step(shapes, layout, hardware, step).seconds + drafted) / speculation.tokens_a_step
 
 
 @dataclass(slots=True)

@@ -30,16 +30,23 @@ node and between two (github.com/NVIDIA/nccl, src/graph/tuning.cc, ``baseLat`` a
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """What a step computes: one token of ``decoding`` sequences of ``context`` tokens on average, and ``prompt_tokens`` tokens of prompts, which each attend
-    to ``prompt_context`` earlier tokens on average."""
+    to ``prompt_context`` earlier tokens on average. ``drafts``: draft tokens of each decoding sequence, which are computed beside its token and read its keys
+    and values with it."""
 
     decoding: float = 0.0
     context: float = 0.0
     prompt_tokens: float = 0.0
     prompt_context: float = 0.0
+    drafts: float = 0.0
+
+    @property
+    def decoded(self) -> float:
+        """The rows of decoding sequences, of each of which a token is drawn."""
+        return self.decoding * (1 + self.drafts)
 
     @property
     def rows(self) -> float:
-        return self.decoding + self.prompt_tokens
+        return self.decoded + self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def predict_step(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware,
     launches = kernels.start_s * LAYER_KERNELS * shapes.num_hidden_layers
     # Norms read and write the residual stream; rotation and activation their inputs once more.
     moved += shapes.num_hidden_layers * rows * 2 * 8 * hidden
-    drawn = step.decoding + (step.prompt_tokens > 0)
+    drawn = step.decoded + (step.prompt_tokens > 0)
     return EngineStepTime(
         products=products,
         head=_head(shapes, ranks, hardware, drawn, kernels),
@@ -170,7 +177,7 @@ def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, s
     rate = kernels.attention * hardware.product_rate("bf16")
     latent, heads = shapes.latent, shapes.num_attention_heads
     each = 4 * shapes.query_size if latent is None else 2 * heads * (latent.cached_size + latent.kv_lora_rank)
-    computed = step.decoding * each * attended_tokens(shapes, step.context) / layout.tensor / rate
+    computed = step.decoded * each * attended_tokens(shapes, step.context) / layout.tensor / rate
     read = step.decoding * read_bytes(shapes, layout, step.context) / (kernels.cache * hardware.memory_bandwidth)
     operations = 2 * step.prompt_tokens * attended_tokens(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
     return max(computed, read) + operations / rate + _recurrences(shapes, layout, hardware, step, kernels)
@@ -182,6 +189,6 @@ def _recurrences(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware,
     if shapes.linear_attention is None:
         return 0.0
     layers, rate = len(shapes.linear_attention.layers), kernels.attention * hardware.product_rate("bf16")
-    computed = step.decoding * layers * shapes.linear_attention.token_flops / rate
+    computed = step.decoded * layers * shapes.linear_attention.token_flops / rate
     moved = 2 * step.decoding * state_bytes(shapes) / (kernels.cache * hardware.memory_bandwidth)
     return (max(computed, moved) + step.prompt_tokens * layers * chunked_flops(shapes.linear_attention) / rate) / layout.tensor

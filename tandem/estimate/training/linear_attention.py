@@ -41,3 +41,12 @@ def saved_token_by_token(linear: LinearAttention, each: int) -> float:
     input of the last matrix."""
     wide = (linear.kernel_size + 2) * linear.mixed_size + 4 * linear.key_size + linear.value_size + 10 * linear.num_value_heads + 2 * linear.num_key_heads
     return max(each, WIDE_BYTES) * wide + each * 4 * linear.value_size
+
+
+def scratch_in_chunks(linear: LinearAttention) -> float:
+    """Returns the bytes that the backward pass in chunks on a GPU holds at once beside what is saved (``kernels.triton.gated_delta``), all of it in fp32. Of
+    each value head: the states around a chunk and their gradients, and the inverse of its triangle; ``w``, the corrections and their gradients; the gradients
+    of query, key, value, decay and beta."""
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    of_chunk = 2 * keys * values / CHUNK_TOKENS + CHUNK_TOKENS
+    return WIDE_BYTES * linear.num_value_heads * (of_chunk + (keys + 2 * values) + (2 * keys + values + 2))

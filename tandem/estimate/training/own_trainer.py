@@ -14,7 +14,7 @@ from tandem.estimate.processes import rank_process_bytes
 from tandem.estimate.training.activations import LayerBytes, whole_layer_bytes
 from tandem.estimate.training.held_parameters import NOTHING, Held, held_on_span
 from tandem.estimate.training.layout import TrainingLayout, layout_of_trainer
-from tandem.estimate.training.linear_attention import saved_in_chunks, saved_token_by_token
+from tandem.estimate.training.linear_attention import saved_in_chunks, saved_token_by_token, scratch_in_chunks
 from tandem.estimate.training.literature import CONTEXT_BYTES, FRAGMENTATION, buffer_bytes, residual_bytes
 from tandem.estimate.training.stage_bytes import StageBytes
 from tandem.estimate.training_bytes import (
@@ -154,8 +154,12 @@ def largest_layer_bytes_per_token(shapes: ModelShapes, layout: TrainingLayout = 
 
 def working_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> float:
     """Returns what a rank holds for one token, beside what is saved, while the backward pass is in ``layer``: with ``full`` recomputation all that it
-    saves."""
-    return whole_bytes(shapes, layer, layout).of_rank(layout) if trainer_of(layout).recompute == "full" else 0.0
+    saves, and on a GPU the scratch of linear attention."""
+    recomputed = whole_bytes(shapes, layer, layout).of_rank(layout) if trainer_of(layout).recompute == "full" else 0.0
+    linear = shapes.linear_attention_of(layer)
+    if linear is None or layout.on_cpu:
+        return recomputed
+    return recomputed + scratch_in_chunks(linear.of_one_rank(layout.parallel.tensor))
 
 
 def end_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:

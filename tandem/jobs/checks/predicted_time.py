@@ -110,9 +110,11 @@ def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
     parts = [f"{steps} steps of {_short(step)} (generation {_short(took.generation)}, {inference}training {_short(took.training)})"]
     parts += [f"sft {_short(sft)}"] if recipe.sft is not None else []
     rounds = f" and every step {recipe.algorithm.rounds} rounds of rollout" if recipe.algorithm.rounds > 1 else ""
+    speculative = recipe.rollout.engine.speculative_config
+    drafts = "" if speculative is None else f" (drafts by '{speculative.method}' are not counted)"
     return (
         f"predicted time: {duration(steps * step + evaluations + sft)} if every completion has rollout.max_tokens ({tokens}) tokens{rounds}: "
-        f"{', '.join(parts)}, evaluation {_short(evaluations)}"
+        f"{', '.join(parts)}, evaluation {_short(evaluations)}{drafts}"
     )
 
 
