@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "calls.h"
+#include "codes.h"
 #include "gemm.h"
 #include "numbers.h"
 #include "parallel.h"
@@ -62,10 +63,11 @@ int64_t bytes_of(const DenseMatrix& matrix, int precision) {
   const int64_t numbers = matrix.rows * matrix.columns;
   if (matrix.format == PACKED) return numbers * (precision == FP32 ? 4 : 2);
   const int64_t groups = matrix.rows * ((matrix.columns + matrix.group - 1) / std::max<int64_t>(matrix.group, 1));
-  const int64_t of_groups = groups * ((matrix.scales ? 4 : 0) + (matrix.zeros ? 4 : 0));
-  if (matrix.format == INT8_INTEGERS) return numbers + of_groups;
-  if (matrix.format == INT4_INTEGERS) return numbers / 2 + of_groups;
-  return tandem_coded_bytes(static_cast<int>(matrix.format - CODED), matrix.rows, matrix.columns) + of_groups;
+  const auto of_groups = [&](int64_t scale, int64_t zero) { return groups * ((matrix.scales ? scale : 0) + (matrix.zeros ? zero : 0)); };
+  if (matrix.format == INT8_INTEGERS) return numbers + of_groups(4, 4);
+  if (matrix.format == INT4_INTEGERS) return numbers / 2 + of_groups(4, 1);
+  const int kind = static_cast<int>(matrix.format - CODED);
+  return tandem_coded_bytes(kind, matrix.rows, matrix.columns) + of_groups(bytes_a_scale(kind), 4);
 }
 
 void multiply(const DenseMatrix& matrix, int precision, const float* x, int64_t rows, float* out) {

@@ -8,7 +8,7 @@
 constexpr int64_t PACKED = 0, INT8_INTEGERS = 1, INT4_INTEGERS = 2, CODED = 3;
 
 // The precision of products: bf16 operands with fp32 or bf16 results.
-constexpr int FP32 = 0, BF16 = 1, BF16_ROUNDED = 2;
+constexpr int FP32 = 0, BF16_PRODUCTS = 1, BF16_ROUNDED = 2;
 
 // The structure of dense_matrix.py, field by field.
 struct DenseMatrix {
