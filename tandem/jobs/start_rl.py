@@ -49,6 +49,7 @@ from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
 from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
+from tandem.pod.pod_checkpoints import PodCheckpoints
 from tandem.pod.pod_threads import rank_threads
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
@@ -160,9 +161,8 @@ def _execute(
         near = stack.enter_context(contextlib.closing(near_tiers(recipe, directory, journal, metrics, joining_of(rollout_channel), callback.message)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, published_bytes(recipe, shapes), journal,
-            partial(recorded_batch, recipe, journal), records,
+            partial(recorded_batch, recipe, journal), records, PodCheckpoints(journal, callback, near, committed, in_use),
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
-            on_committed=committed, in_use=in_use, near=near,
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
             verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )
@@ -173,7 +173,7 @@ def _execute(
         numerics = numerics_record(rank_threads(recipe), pod.kernels)
         continue_from(
             step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
-            device=device, journal_loaded=pod.journal_loaded, resumed=resumed,
+            device=device, journal_loaded=pod.checkpoints.journal_loaded, resumed=resumed,
         )  # fmt: skip
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message, callback.wants_stop)))
         run = RLRun(
@@ -256,7 +256,7 @@ def _bring_up(pod: Pod, journal: Journal) -> int:
     while True:
         try:
             step = pod.start_trainer()
-            if pod.all_damaged and journal.checkpoints():
+            if pod.checkpoints.all_damaged and journal.checkpoints():
                 raise RunError(
                     "no checkpoint of this run is whole (logs/trainer_worker.log says what is wrong with each), and a new beginning would overwrite "
                     "what it has; put one back from a copy, or start a new run"
@@ -292,12 +292,12 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         evaluation = run.journal.evaluation(step, kind)
         return None if evaluation is None else float(evaluation["accuracy"])
 
-    if pod.near.is_spread and pod.near.local is not None:
+    if pod.checkpoints.near.is_spread and pod.checkpoints.near.local is not None:
         # What stays on the disk of a machine that dies now is no reason to start it again.
         with contextlib.suppress(SidecarDied):
             pod.trainer.forget_local()
     forget_local(run.recipe.checkpoint.local_directory, run.journal)
-    pod.near.forget()
+    pod.checkpoints.near.forget()
     figures = {
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),

@@ -6,7 +6,7 @@ algorithm and no task. Every transition is checked, timed, journalled and announ
 
 import contextlib
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -18,7 +18,8 @@ from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.calls import InferencePart
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import Fence
-from tandem.pod.near_tiers import NearTiers
+from tandem.pod.pod_checkpoints import PodCheckpoints
+from tandem.pod.pod_news import PodNews
 from tandem.pod.residents.moves import ResidentMoves, engine_moves
 from tandem.pod.restarts import Restarts
 from tandem.pod.rollout_ahead import Drawn, RolloutAhead
@@ -28,7 +29,6 @@ from tandem.pod.transitions import Transitions
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.records.agreements import record_agreement
-from tandem.runtime.records.checkpoint_tiers import Loaded, describe_fetched, record_loaded, record_written
 from tandem.runtime.records.entropies import EntropyFile
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
@@ -47,12 +47,8 @@ class Pod:
     """Two sidecars, their states and the weights between them.
 
     ``start``: the folder of the model before the first step, which is the reference model too. ``segment_bytes``: of one of
-    the two weight buffers.
+    the two weight buffers. ``trained_on``: what the journal has that a step was trained on.
 
-    ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
-    checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
-    ``trained_on``: what the journal has that a step was trained on.
-    ``near``: the tiers of checkpoints before the run's folder; ``copied_step``: of the newest checkpoint there alone.
     ``fence``: gives the guard of the weights that are published. ``shared_store``: the address of the store in which other pods find them; empty: there
     are none. ``pods``: how they are served to them. ``verify_every``: the steps between two comparisons of the engines' memory
     with what they were given; 0: none. ``health``: records what holds up the ranks, and what is wrong with nodes.
@@ -78,6 +74,7 @@ class Pod:
     journal: Journal
     trained_on: Callable[[int], Round]
     records: Records
+    checkpoints: PodCheckpoints
     max_restarts: int
     residency: Residency = KEEP
     prefetch: frozenset[Phase] = frozenset()
@@ -94,14 +91,7 @@ class Pod:
     ahead: RolloutAhead | None = None
     hidden_s: float = 0.0
     online: bool = False
-    loaded: tuple[int, str] | None = None
-    all_damaged: bool = False
-    boundaries: dict[int, int] = field(default_factory=dict)
-    on_committed: Callable[[int, str], None] = lambda step, digest: None
-    in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
-    near: NearTiers = field(default_factory=NearTiers)
-    copied_step: int = -1
     fence: Fence = lambda: None
     shared_store: str = ""
     verify_every: int = 0
@@ -112,7 +102,7 @@ class Pod:
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     engine_bytes: dict[str, int] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    news: PodNews = field(init=False)
     transitions: Transitions = field(init=False)
     restarts: Restarts = field(init=False)
     moves: ResidentMoves = field(init=False)
@@ -120,46 +110,31 @@ class Pod:
     def __post_init__(self) -> None:
         callback = self.records.callback
         self.transitions, self.restarts = Transitions(self.records), Restarts(self.journal, callback, self.max_restarts)
-        self.moves = ResidentMoves(self.journal, callback, self.residency.plan != "keep")
+        self.news, self.moves = PodNews(self.journal, callback), ResidentMoves(self.journal, callback, self.residency.plan != "keep")
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
     def start_trainer(self, step: int | None = None) -> int:
-        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step of the state it loaded. ``all_damaged``
-        says whether that is 0 because no checkpoint is whole."""
+        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step of the state it loaded."""
         with self.transitions.trainer_does(TrainerState.START, step or 0):
             self.check_inputs()
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
-            may_fetch = bool(self.near.copies) and bool(self.journal.checkpoints())
-            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch, self.near.describe(self.incarnation, loads=True), may_fetch=may_fetch)
+            near = self.checkpoints.near
+            may_fetch = bool(near.copies) and bool(self.journal.checkpoints())
+            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch, near.describe(self.incarnation, loads=True), may_fetch=may_fetch)
             if self.kernels not in ("", loaded["kernels"]):
                 was, now = self.kernels, loaded["kernels"]
                 raise RunError(f"the trainer computed with kernels {was} and now with {now}, so its bits would differ; repair the compiler, then resume")
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
-            # Only those of the run's folder count as its checkpoints.
-            is_of_folder = loaded["digest"] is not None and loaded["tier"]["tier"] in ("folder", "upload")
-            self.loaded = (self.trainer_step, str(loaded["digest"])) if is_of_folder else None
-            self.copied_step = self.trainer_step if loaded["digest"] is not None and not is_of_folder else -1
-            self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
+            self.checkpoints.note_loaded(loaded)
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
             if self.shared_store and self.pods.are_several:
                 self.trainer.serve_weights(self.shared_store, self.pods.protocols, host=self.pods.host, port=self.pods.port)
         for note in loaded["notes"]:
-            self._tell_once(note)
-        for why in loaded["passed_over"]:
-            self.journal.record_event("checkpoint_damaged", {"reason": why})
-            self.records.callback.message(why)
-        if loaded["fetched"] is not None:
-            self.records.callback.message(describe_fetched(loaded["fetched"], self.near.copies))
-        if step is None and loaded["tier"] and (said := record_loaded(self.journal, Loaded(**loaded["tier"]))):
-            self.records.callback.message(said)
+            self.news.tell_once(note)
+        self.checkpoints.tell_of_loaded(loaded, is_newest=step is None)
         return self.trainer_step
-
-    def journal_loaded(self) -> None:
-        """Journal the checkpoint that was loaded, if the death came before that; after the journal is cut to it."""
-        if self.loaded is not None and all(self.loaded[0] != saved.step for saved in self.journal.checkpoints()):
-            self._commit({"committed": [self.loaded], "written": []})
 
     def start_engine(self, step: int) -> None:
         """Bring up the rollout sidecar: with dummy weights, or with those that an adapter is trained for."""
@@ -205,7 +180,7 @@ class Pod:
         try:
             self._update_weight(version)
         except DamagedWeights as damage:
-            self._tell_of_damage(step, str(damage), "registering them again")
+            self.news.note_damage(step, str(damage), "registering them again")
             self._register(version)
             self._update_weight(version)
         self.transitions.trainer_enters(TrainerState.WAIT_ROLLOUT, step)
@@ -218,7 +193,7 @@ class Pod:
         try:
             self._update_weight(self.published, trainer_waits=False)
         except DamagedWeights as damage:
-            self._tell_of_damage(step, str(damage), "the trainer returns to them")
+            self.news.note_damage(step, str(damage), "the trainer returns to them")
             raise SidecarDied("trainer", "worker", f"the weights after {step} steps were damaged after they were published") from None
 
     def _register(self, version: WeightVersion) -> None:
@@ -265,36 +240,14 @@ class Pod:
             for each in updated.get("left_out", ()):
                 self.restarts.note(step, each)
             for each in updated.get("members", ()):
-                self._note_member(step, each)
+                self.news.note_member(step, each)
             self._note_base(updated, detail)
             if was_empty:
                 waking = float(updated["seconds"])
                 seconds = {"engine_weights": monotonic() - began - waking, "kv_cache": waking}
                 detail.update(self.moves.note(step, {"moves": engine_moves(self.engine_bytes, "instantiate", seconds)}))
         if rereads:
-            self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
-
-    def _note_member(self, step: int, news: dict[str, Any]) -> None:
-        """Journals and tells that a pod of another machine ``joined``, ``left`` or was ``refused``, or that a ``node`` has another state."""
-        if "node" in news:
-            is_cordoned = news["state"] == "cordoned"
-            self.journal.record_event("cordon" if is_cordoned else "node", {"step": step, **news})
-            if is_cordoned:
-                self.records.callback.message(f"step {step}: node {news['node']} is cordoned: {news['reason']}")
-            return
-        self.journal.record_event("membership", {"step": step, **news})
-        what, why = next(key for key in ("joined", "left", "refused") if key in news), f": {news['reason']}" if news.get("reason") else ""
-        did = {"joined": "joined the run", "left": "left the run", "refused": "could not join the run"}[what]
-        self.records.callback.message(f"step {step}: pod {news[what]} ({news['name']}) {did}{why}")
-
-    def _tell_once(self, note: str | None) -> None:
-        if note is not None and note not in self.told:
-            self.told.add(note)
-            self.records.callback.message(note)
-
-    def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
-        self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
-        self.records.callback.message(f"step {step}: {what}; {repair}")
+            self.news.note_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *, weights: int | None = None,
@@ -447,7 +400,7 @@ class Pod:
         if self.entropies is not None:
             self.entropies.write(step, trained["entropies"])
         self.device_metrics = trained["device"]
-        self._commit(trained)
+        self.checkpoints.commit(trained)
         metrics: dict[str, float] = trained["metrics"]
         if trained["verdict"] == "skipped":
             what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']}: the update is left out"
@@ -462,41 +415,30 @@ class Pod:
 
     def checkpoint(self, step: int) -> None:
         """Begin the checkpoint of the state after ``step`` optimizer steps, once; a resume starts from the newest that was committed."""
-        if step in self.boundaries or any(saved.step == step for saved in self.journal.checkpoints()):
+        if self.checkpoints.has_begun(step):
             return
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step):
-            self.boundaries[step] = self.journal.last_transition()
-            saved = self.trainer.save(step, self.in_use(), self.near.describe(self.incarnation))
-        self._commit(saved)
+            self.checkpoints.begin(step)
+            saved = self.trainer.save(step, self.checkpoints.in_use(), self.checkpoints.near.describe(self.incarnation))
+        self.checkpoints.commit(saved)
 
     def copy_checkpoint(self, step: int, tiers: Collection[str]) -> None:
         """Begin the checkpoint of the state after ``step`` optimizer steps in ``tiers``, before the run's folder, once."""
-        if step == self.copied_step:
+        if step == self.checkpoints.copied_step:
             return
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step) as detail:
-            copied = self.trainer.copy_checkpoint(step, tiers, self.near.describe(self.incarnation))
+            copied = self.trainer.copy_checkpoint(step, tiers, self.checkpoints.near.describe(self.incarnation))
             detail["tiers"] = sorted(tiers) if copied["begun"] else []
         if copied["begun"]:
-            self.copied_step = step
-        self._commit(copied)
+            self.checkpoints.copied_step = step
+        self.checkpoints.commit(copied)
 
     def finish_checkpoints(self) -> None:
         """Wait for the checkpoint that is under way, if one is."""
-        if self.boundaries:
-            self._commit(self.trainer.finish_save())
-
-    def _commit(self, reply: Mapping[str, Any]) -> None:
-        """Journals the checkpoints that a ``reply`` of the trainer says were committed, and what was written to tiers."""
-        for tier, step, size_bytes, seconds, where, trouble in reply["written"]:
-            if record_written(self.journal, tier, step, size_bytes, seconds, where, trouble):
-                self.records.callback.message(f"tier {tier} takes no more checkpoints: {trouble}")
-            elif tier == "memory":
-                self.near.tell_of_nodes(len(where))
-        for step, digest in reply["committed"]:
-            self.journal.commit_checkpoint(step, digest, self.boundaries.pop(step, None))
-            self.on_committed(step, digest)
+        if self.checkpoints.boundaries:
+            self.checkpoints.commit(self.trainer.finish_save())
 
     def _engine_frees(self, step: int, free: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
         """Frees the engine's residents; returns the detail for the journal."""

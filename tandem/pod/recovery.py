@@ -60,7 +60,7 @@ def _replace(pod: Pod, death: SidecarDied, step: int) -> None:
         # It may be reading weights that ended with the trainer.
         _discard_rollout(pod, step)
     pod.start_trainer()
-    pod.journal_loaded()
+    pod.checkpoints.journal_loaded()
     catch_up(pod, step)
 
 

@@ -23,6 +23,7 @@ from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
+from tandem.pod.pod_checkpoints import PodCheckpoints
 from tandem.pod.pod_threads import rank_threads
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.rl_models import published_bytes
@@ -158,7 +159,8 @@ def _scratch_pod(
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, published_bytes(recipe, shapes), journal,
-            partial(recorded_batch, recipe, recorded), Records(journal, None, callback), 0, planned.residency, planned.prefetch,
+            partial(recorded_batch, recipe, recorded), Records(journal, None, callback), PodCheckpoints(journal, callback), 0, planned.residency,
+            planned.prefetch,
         )  # fmt: skip
 
 
