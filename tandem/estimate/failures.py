@@ -48,7 +48,7 @@ def _causes(counts: Mapping[Kind, Mapping[str, float]]) -> tuple[Cause, ...]:
     return tuple(Cause(name, count, kind) for kind, of_kind in counts.items() for name, count in of_kind.items())
 
 
-LLAMA3_GPUS, LLAMA3_DAYS, LLAMA3_PLANNED = 16_384, 54.0, 47
+LLAMA3_GPUS, LLAMA3_DAYS = 16_384, 54.0
 LLAMA3 = FailureRates(
     "The Llama 3 Herd of Models, arXiv 2407.21783, table 5: 419 unexpected interruptions in 54 days on 16,384 H100", LLAMA3_GPUS * LLAMA3_DAYS,
     _causes({

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from tandem.estimate.training.layout import Recompute
 from tandem.planner.axes import Axis, compare_axes
 from tandem.planner.memory_rules import MemoryAdvice, memory_advice
 from tandem.planner.request import PlanRequest
@@ -11,7 +10,6 @@ from tandem.planner.score import Score, score
 from tandem.planner.search import Progress, Sweep, sweep
 from tandem.types.errors import UserError
 
-LESS_MEMORY: tuple[Recompute, ...] = ("full",)
 BEATEN_BY = 0.02
 """The rule counts as beaten by a layout that is faster by more than this share, which the error of the time model exceeds."""
 

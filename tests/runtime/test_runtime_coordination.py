@@ -1,4 +1,4 @@
-"""Sessions, election, membership and barriers, on the embedded store and on real etcd."""
+"""Sessions, election and membership, on the embedded store and on real etcd."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from tandem.runtime.coordination.barrier import remove_barrier, wait_at_barrier
 from tandem.runtime.coordination.election import NotElected, campaign, leader
 from tandem.runtime.coordination.membership import join, leave, members, watch_members
 from tandem.runtime.coordination.open import open_store
@@ -76,28 +75,6 @@ def test_members_join_are_seen_and_leave(store, sessions):
     ends.join()
     leave(store, "pod-0")
     assert watch_members(store, [first], 60) == []
-
-
-def test_a_barrier_is_passed_when_all_are_there_and_names_who_is_missing(store, sessions):
-    names, passed = ("pod-0", "pod-1", "pod-2"), list[str]()
-    with pytest.raises(RunError, match=r"barrier 'start': 1 of 3 arrived within 0\.05 s; missing: pod-1, pod-2"):
-        wait_at_barrier(sessions(), "start", "pod-0", names, 0.05)
-
-    def arrive(name: str) -> None:
-        with Session(store, 60) as session:
-            wait_at_barrier(session, "start", name, names, 60)
-            passed.append(name)
-
-    threads = [threading.Thread(target=arrive, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # Who passed may be gone before the others have looked.
-    assert sorted(passed) == sorted(names)
-    wait_at_barrier(sessions(), "start", "pod-1", names, 0.05)
-    remove_barrier(store, "start")
-    assert not store.list("barriers/")
 
 
 @pytest.mark.full

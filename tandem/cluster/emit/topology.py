@@ -18,7 +18,6 @@ from tandem.layout.sharding import ShardSpec
 from tandem.types import UserError
 
 TopologyName = Literal["training", "inference"]
-TOPOLOGIES: tuple[TopologyName, ...] = ("training", "inference")
 MOST_INSTANCES, MOST_NODES, MOST_GATEWAYS = 1024, 10_000, 64
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _WEIGHTS_SHARE = 0.9

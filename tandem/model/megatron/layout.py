@@ -90,15 +90,13 @@ def padded_vocabulary(shapes: ModelShapes, tensor: int) -> int:
 
 class Entry(NamedTuple):
     """One tensor of a rank's file. ``names``: its Hugging Face parts; ``join`` returns the shard of tensor-parallel rank t of n from the
-    whole parts; ``split`` returns the whole parts from the shards of all ranks. ``is_replicated``: the same on every tensor-parallel rank.
-    ``is_expert``: on one expert-parallel rank."""
+    whole parts; ``split`` returns the whole parts from the shards of all ranks. ``is_replicated``: the same on every tensor-parallel rank."""
 
     name: str
     names: tuple[str, ...]
     join: Callable[[list[Tensor], int, int], Tensor]
     split: Callable[[list[Tensor]], list[Tensor]]
     is_replicated: bool = False
-    is_expert: bool = False
 
 
 def entries(
@@ -150,8 +148,8 @@ def _layer(
     for local in range(held):
         spelled = f"linear_fc{{}}.weight{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.weight"
         gate, up, down = (f"{of}{name.format(rank.expert * held + local)}.weight" for name in (names.gate, names.up, names.down))
-        yield _gated(f"{to}mlp.experts.{spelled.format(1)}", (gate, up))._replace(is_expert=True)
-        yield _columns(f"{to}mlp.experts.{spelled.format(2)}", down)._replace(is_expert=True)
+        yield _gated(f"{to}mlp.experts.{spelled.format(1)}", (gate, up))
+        yield _columns(f"{to}mlp.experts.{spelled.format(2)}", down)
 
 
 def _same(name: str, of: str) -> Entry:

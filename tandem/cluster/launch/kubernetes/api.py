@@ -84,9 +84,6 @@ class Api:
         place, label = _place(WORKLOAD, self.namespace), f"{OF_WORKLOAD}={uid}"
         return list(self._call("list workloads", self._custom.list_namespaced_custom_object, *place, label_selector=label)["items"])
 
-    def namespace_object(self) -> Object:
-        return self._call(f"read namespace {self.namespace}", self._core.read_namespace, self.namespace)
-
     def claim(self, name: str) -> Object:
         return self._call(f"read PersistentVolumeClaim {name}", self._core.read_namespaced_persistent_volume_claim, name, self.namespace)
 

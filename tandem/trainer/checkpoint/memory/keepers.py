@@ -61,11 +61,6 @@ class Keepers:
         elsewhere = [place for place in near if self.nodes[place] != self.own]
         return tuple([place for place in near if self.nodes[place] == self.own][:1] + elsewhere[:1])
 
-    @property
-    def survives_node(self) -> bool:
-        """Whether there is a keeper on another node than this one."""
-        return any(node != self.own for node in self.nodes)
-
     def put(self, step: int, files: Mapping[str, Buffer]) -> list[int]:
         """Sends ``files`` to both places. Returns the keepers that have them now; one that cannot be reached is logged. Raises ``RunError`` if none has
         them."""
