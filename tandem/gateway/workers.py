@@ -19,6 +19,7 @@ from tandem.config.gateway import BackendConfig, GatewayConfig
 from tandem.gateway.siblings import Place
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.child import die_with_parent
+from tandem.runtime.process.fast_exit import end_forked
 from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.runtime.rpc.listener import listen
@@ -166,10 +167,7 @@ class _Supervisor:
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
+            end_forked(status)
 
     def _work(self, number: int, parent: int, *, announces: bool) -> int:
         # Ctrl-C of the terminal reaches the supervisor alone, which passes it on once.

@@ -10,6 +10,7 @@ float64 serves as the ground truth for values and gradients; it does not use til
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -142,26 +143,20 @@ class ReferenceKernels(PlainPacking):
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         out = torch.empty_like(q)
-        starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         with torch.no_grad():
-            for s, length in enumerate(lengths):
-                start, end = starts[s], starts[s + 1]
-                if end > start:
-                    first = length - (end - start)
-                    behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
-                    k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
-                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap, sinks)
+            for start, end, length, blocks in _sequences(batch):
+                first = length - (end - start)
+                behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
+                k, v = gather(cache, blocks, length, behind, q.dtype)
+                out[start:end] = attend(q[start:end], k, v, first, scale, window, cap, sinks)
         return out
 
     def latent_attention(self, q: Tensor, cache: LatentLayer, batch: PagedBatch, scale: float, value_size: int) -> Tensor:
         out = q.new_empty(len(q), q.shape[1], value_size)
-        starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         with torch.no_grad():
-            for s, length in enumerate(lengths):
-                start, end = starts[s], starts[s + 1]
-                if end > start:
-                    rows = read_rows(cache, batch.block_tables[s], length, q.dtype).unsqueeze(1)
-                    out[start:end] = attend(q[start:end], rows, rows[..., :value_size], length - (end - start), scale, None)
+            for start, end, length, blocks in _sequences(batch):
+                rows = read_rows(cache, blocks, length, q.dtype).unsqueeze(1)
+                out[start:end] = attend(q[start:end], rows, rows[..., :value_size], length - (end - start), scale, None)
         return out
 
     def gated_delta_rule(
@@ -240,6 +235,14 @@ class ReferenceBf16Products(ReferenceKernels):
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
         return whole_logprobs(hidden, weight, targets, temperature, cap)
+
+
+def _sequences(batch: PagedBatch) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yields of each sequence of ``batch`` that has rows: their start and end, its length and its blocks."""
+    starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+    for s, length in enumerate(lengths):
+        if starts[s + 1] > starts[s]:
+            yield starts[s], starts[s + 1], length, batch.block_tables[s]
 
 
 def _is_aligned(x: Tensor) -> bool:

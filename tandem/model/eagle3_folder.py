@@ -20,7 +20,7 @@ from tandem.model.eagle3 import Eagle3Head
 from tandem.model.huggingface.eagle3_config import eagle3_config_json, read_eagle3_of
 from tandem.model.huggingface.model_folder import WEIGHTS, read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
-from tandem.runtime.process.temporary import temporary_folder
+from tandem.runtime.process.temporary import whole_folder
 from tandem.storage.folder_manifest import write_manifest
 from tandem.types import RunError, UserError
 
@@ -107,14 +107,10 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, *, dtype: torch.dtype | No
     name_of_dtype = str(dtype).removeprefix("torch.")
     config = eagle3_config_json(head.shapes) | {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(folder.parent, f".{folder.name}") as scratch:
-            written = scratch / folder.name
-            written.mkdir()
+        with whole_folder(folder) as written:
             write_file(written / WEIGHTS, [*_vocabulary_maps(head), *((name, tensor.to(dtype)) for name, tensor in eagle3_tensors(head).items())])
             (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_manifest(written)
-            written.rename(folder)
     except OSError as error:
         raise RunError(f"the draft head cannot be saved to '{folder}': {error}") from None
 

@@ -14,7 +14,7 @@ from tandem.model.huggingface.model_folder import INDEX, WEIGHTS
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.initialise import drawn_matrix
 from tandem.model.value_config import value_config
-from tandem.runtime.process.temporary import temporary_folder
+from tandem.runtime.process.temporary import whole_folder
 from tandem.text.tokenizer import TOKENIZER_FILES
 
 HEAD_FILE = "score.safetensors"
@@ -33,10 +33,7 @@ def make_value_folder(source: Path, head: ValueHead, seed: int, folder: Path) ->
     config = value_config(source, head)
     shapes = shapes_of(config)
     files = _files_of(source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(folder.parent, f".{folder.name}") as scratch:
-        written = scratch / folder.name
-        written.mkdir()
+    with whole_folder(folder) as written:
         weight_map = {p.name: HEAD_FILE if p.name.startswith("score.") else LINK + files.get(p.name, WEIGHTS) for p in parameters(shapes)}
         for file in {name for name in weight_map.values() if name != HEAD_FILE}:
             (written / file).symlink_to(_link(source / file.removeprefix(LINK), folder))
@@ -46,7 +43,6 @@ def make_value_folder(source: Path, head: ValueHead, seed: int, folder: Path) ->
                 (written / name).write_bytes((source / name).read_bytes())
         (written / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
         (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        written.rename(folder)
     return folder
 
 

@@ -1,5 +1,7 @@
 """A process that runs functions of the user, as its owner sees it: started, called with a deadline, and ended with its child processes."""
 
+import argparse
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +10,9 @@ from typing import Any
 
 from tandem.runtime.import_path import path_for_children
 from tandem.runtime.process.processes import ChildProcess, Threads, describe_exit
-from tandem.runtime.process.worker import Worker
+from tandem.runtime.process.worker import Worker, dump_stack_on_abort
 from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied
+from tandem.runtime.traces.spans import SPANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,21 @@ class Loaded:
 
     files: dict[str, str]
     columns: list[str] = field(default_factory=list)
+
+
+def function_options(description: str | None, option: str, name: str) -> tuple[str, int]:
+    """Reads the command of such a process, which takes ``option`` and ``--channel``, and prepares it: prints of the functions go to its log. Returns both
+    values. ``name``: of its traces."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(option, dest="value", required=True)
+    parser.add_argument("--channel", type=int, required=True)
+    options = parser.parse_args()
+    # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
+    os.dup2(2, 1)
+    # Also while functions are loaded, before it serves.
+    dump_stack_on_abort()
+    SPANS.identify(name)
+    return options.value, options.channel
 
 
 class CallHung(Exception):

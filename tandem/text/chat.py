@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.text.generation_marks import NO_MARKS, generation_extension
 from tandem.types import UserError
-from tandem.types.input_file import MOST_JSON_BYTES, read_input
+from tandem.types.input_file import MOST_JSON_BYTES, read_input, read_json_object
 
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -101,12 +101,9 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Returns what ``tokenizer_config.json`` has. Raises ``UserError``."""
     path = folder / "tokenizer_config.json"
     try:
-        settings = json.loads(read_input(path, MOST_JSON_BYTES, "save the tokenizer again"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json_object(path, "save the tokenizer again")
+    except FileNotFoundError as error:
         raise UserError(f"'{path}' cannot be read: {error}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"'{path}' contains a JSON {type(settings).__name__}; it must contain an object")
-    return settings
 
 
 def template_source(folder: Path, with_tools: bool = False) -> str:

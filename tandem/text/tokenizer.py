@@ -1,6 +1,5 @@
 """A Hugging Face tokenizer folder: text to token ids and back."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import tokenizers
 from tandem.config.arguments import NotHere
 from tandem.config.vllm_names import TOKENIZER
 from tandem.types import UserError
-from tandem.types.input_file import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, read_input
+from tandem.types.input_file import MOST_TOKENIZER_BYTES, read_input, read_json_object
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -101,15 +100,7 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(read_input(path, MOST_JSON_BYTES, "download the folder again"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' holds a JSON {type(content).__name__}; it must hold an object")
-    return content
+    return read_json_object(path, "download the folder again") if path.is_file() else {}
 
 
 def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], name: str, folder: Path) -> int | None:

@@ -1,9 +1,10 @@
 """Reads files that a user names: never waits for a FIFO, reads a device, or fills the memory with more than a file may hold."""
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tandem.types.errors import UserError
 
@@ -42,4 +43,17 @@ def read_input(path: str | Path, most_bytes: int, fix: str = "name the right fil
         content = file.read(most_bytes + 1) if size <= most_bytes else b""
     if max(size, len(content)) > most_bytes:
         raise UserError(f"'{path}' has {max(size, len(content)):,} bytes, more than the {most_bytes:,} that are read; {fix}")
+    return content
+
+
+def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
+    """Returns the JSON object in ``path``. Raises ``UserError`` for anything else, ``FileNotFoundError``. ``fix``: as of ``read_input``."""
+    try:
+        content = json.loads(read_input(path, MOST_JSON_BYTES, fix))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
     return content

@@ -19,7 +19,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import initialise_eagle3, load_eagle3, save_eagle3
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.runtime.process.temporary import temporary_folder
+from tandem.runtime.process.temporary import whole_folder
 from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
 from tandem.types import UserError
@@ -79,10 +79,7 @@ def make_draft_inputs(recipe: PretrainRecipe, directory: Path, start: Path) -> N
 
 
 def _write_rollouts(data: DataConfig, folder: Path, start: Path, vocab_size: int) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(folder.parent, f".{folder.name}") as scratch:
-        made = scratch / folder.name
-        made.mkdir()
+    with whole_folder(folder) as made:
         dtype, shards = token_dtype(vocab_size), []
         for number, run in enumerate(data.rollouts):
             writer = ShardWriter(made, shard_name(number), dtype, has_masks=True)
@@ -92,7 +89,6 @@ def _write_rollouts(data: DataConfig, folder: Path, start: Path, vocab_size: int
             shards.append(writer.close())
         fingerprint = tokenizer_fingerprint(start) if (start / "tokenizer.json").is_file() else ""
         (made / DATASET).write_bytes(TokenizedDataset(fingerprint, vocab_size, None, dtype, tuple(shards)).to_json())
-        made.rename(folder)
 
 
 def _frequent_tokens(recipe: PretrainRecipe, directory: Path, target: ModelShapes, size: int) -> list[int]:

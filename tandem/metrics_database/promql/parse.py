@@ -2,7 +2,8 @@
 
 import math
 import re
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Literal, TypeVar, cast
 
 from tandem.metrics_database.promql.syntax import (
     NAME,
@@ -20,13 +21,13 @@ from tandem.metrics_database.promql.syntax import (
 )
 from tandem.types import UserError
 
+T = TypeVar("T")
 AGGREGATIONS = ("sum", "avg", "min", "max", "count")
 FUNCTIONS = (
     "rate", "increase", "delta", "irate", "histogram_quantile", "label_replace", "vector", "abs", "clamp_min", "clamp_max", "time", "max_over_time",
     "min_over_time", "avg_over_time", "sum_over_time", "count_over_time", "last_over_time",
 )  # fmt: skip
 COMPARISONS = ("==", "!=", "<=", ">=", "<", ">")
-SETS = ("and", "or", "unless")
 _PRECEDENCE = {"or": 1, "and": 2, "unless": 2, **dict.fromkeys(COMPARISONS, 3), "+": 4, "-": 4, "*": 5, "/": 5, "%": 5, "^": 6}
 _UNARY = 5.5
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
@@ -160,13 +161,17 @@ class _Parser:
 
     def _arguments(self) -> tuple[Expression, ...]:
         self._expect("(")
-        found = []
-        while not self._is(")"):
-            found.append(self._expression(0))
+        return self._listed(")", lambda: self._expression(0))
+
+    def _listed(self, end: str, read: Callable[[], T]) -> tuple[T, ...]:
+        """Returns what ``read`` reads between commas, up to ``end``, before which there may be one more."""
+        read_so_far = list[T]()
+        while not self._is(end):
+            read_so_far.append(read())
             if not self._is(","):
-                self._expect(")")
+                self._expect(end)
                 break
-        return tuple(found)
+        return tuple(read_so_far)
 
     def _aggregation(self, name: str) -> Aggregation:
         labels, is_without = self._grouping()
@@ -184,29 +189,18 @@ class _Parser:
 
     def _labels(self) -> tuple[str, ...]:
         self._expect("(")
-        found = []
-        while not self._is(")"):
-            at, (kind, text) = self._at(), self._next()
-            if kind != "name":
-                raise self._wrong(at, "is where the name of a label should be")
-            found.append(text)
-            if not self._is(","):
-                self._expect(")")
-                break
-        return tuple(found)
+        return self._listed(")", self._label)
+
+    def _label(self) -> str:
+        at, (kind, text) = self._at(), self._next()
+        if kind != "name":
+            raise self._wrong(at, "is where the name of a label should be")
+        return text
 
     def _selector(self, name: str) -> Selector:
         matchers = [Matcher(NAME, "=", name)] if name else []
         if self._is("{"):
-            while not self._is("}"):
-                at, (kind, label) = self._at(), self._next()
-                sign, (value_kind, value) = self._next()[1], self._next()
-                if kind != "name" or sign not in ("=", "!=", "=~", "!~") or value_kind != "text":
-                    raise self._wrong(at, 'is where a condition such as run="sort" should be')
-                matchers.append(_checked(Matcher(label, cast(MatchKind, sign), _unquoted(value))))
-                if not self._is(","):
-                    self._expect("}")
-                    break
+            matchers += self._listed("}", self._matcher)
         if not matchers:
             raise UserError("the query names no series: '{}' would be all of them")
         if not self._is("["):
@@ -216,6 +210,13 @@ class _Parser:
             raise self._wrong(at, "is where a duration such as 5m should be")
         self._expect("]")
         return Selector(tuple(matchers), seconds_of(text))
+
+    def _matcher(self) -> Matcher:
+        at, (kind, label) = self._at(), self._next()
+        sign, (value_kind, value) = self._next()[1], self._next()
+        if kind != "name" or sign not in ("=", "!=", "=~", "!~") or value_kind != "text":
+            raise self._wrong(at, 'is where a condition such as run="sort" should be')
+        return _checked(Matcher(label, cast(MatchKind, sign), _unquoted(value)))
 
 
 def _checked(matcher: Matcher) -> Matcher:

@@ -8,7 +8,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.latent_config import read_latent
-from tandem.model.huggingface.routed_experts import read_dense_layers, routed_expert_keys
+from tandem.model.huggingface.routed_experts import read_sigmoid_experts, routed_expert_keys
 
 NAMES = ExpertNames()
 PUBLISHED = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
@@ -17,17 +17,7 @@ PUBLISHED = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
     reader.only("scoring_func", "sigmoid")
     reader.only("topk_method", "noaux_tc")
-    inner = reader.integer("moe_intermediate_size", 2048)
-    return ExpertShapes(
-        reader.integer("n_routed_experts" if "n_routed_experts" in reader.config else "num_local_experts", 256),
-        reader.integer("num_experts_per_tok", 8),
-        inner,
-        normalised=reader.boolean("norm_topk_prob", True),
-        dense_layers=read_dense_layers(reader, layers, 3),
-        names=NAMES,
-        shared_intermediate_size=inner * reader.integer("n_shared_experts", 1),
-        sigmoid=SigmoidRouting(reader.integer("n_group", 8), reader.integer("topk_group", 4), reader.number("routed_scaling_factor", 2.5)),
-    )
+    return read_sigmoid_experts(reader, layers, NAMES, experts=256, inner=2048, dense=3, routing=SigmoidRouting(8, 4, 2.5))
 
 
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:

@@ -6,25 +6,13 @@ from tandem.layout.expert_shapes import ExpertNames, ExpertShapes, SigmoidRoutin
 from tandem.layout.shapes import ModelShapes
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms
 from tandem.model.huggingface.config_reader import ConfigReader
-from tandem.model.huggingface.routed_experts import read_dense_layers, routed_expert_keys
+from tandem.model.huggingface.routed_experts import read_sigmoid_experts, routed_expert_keys
 
 NAMES = ExpertNames()
 
 
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
-    """Reads the experts; the first ``first_k_dense_replace`` layers are dense."""
-    inner = reader.integer("moe_intermediate_size", 1408)
-    groups = SigmoidRouting(reader.integer("n_group", 1), reader.integer("topk_group", 1), reader.number("routed_scaling_factor", 1.0))
-    return ExpertShapes(
-        reader.integer("n_routed_experts" if "n_routed_experts" in reader.config else "num_local_experts", 128),
-        reader.integer("num_experts_per_tok", 8),
-        inner,
-        normalised=reader.boolean("norm_topk_prob", True),
-        dense_layers=read_dense_layers(reader, layers, 1),
-        names=NAMES,
-        shared_intermediate_size=inner * reader.integer("n_shared_experts", 1),
-        sigmoid=groups,
-    )
+    return read_sigmoid_experts(reader, layers, NAMES, experts=128, inner=1408, dense=1, routing=SigmoidRouting(1, 1, 1.0))
 
 
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:

@@ -5,7 +5,6 @@ classes; both key styles of rotary embedding are read (``rope_theta`` and ``rope
 Dropout is not applied.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from tandem.model.huggingface.latent_config import latent_keys
 from tandem.model.huggingface.rotary_config import read_rotaries, read_rotary_fraction, rotary_keys
 from tandem.model.transformers_module.read import read_module_shapes
 from tandem.types import UserError
-from tandem.types.input_file import MOST_JSON_BYTES, read_input
+from tandem.types.input_file import read_json_object
 
 TokenIds = int | Sequence[int] | None
 Heads = Literal["language", "any", "labels", "none"]
@@ -40,16 +39,11 @@ ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "lab
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in ``path``. Raises ``UserError`` if there is none."""
     try:
-        content = json.loads(read_input(path, MOST_JSON_BYTES, "download the folder again"))
+        return read_json_object(path, "download the folder again")
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise UserError(f"'{path.parent}' is not a folder here; name a Hugging Face folder, or OWNER/NAME of a model of the Hub") from None
         raise UserError(f"'{path.parent}' has no {path.name}; it must be a Hugging Face model folder") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
-    return content
 
 
 def read_shapes(folder: str | Path, heads: Heads = "language", implemented_by: Implementation = OWN) -> ModelShapes:

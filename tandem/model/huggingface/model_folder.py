@@ -34,7 +34,7 @@ from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.formats import decoded_blocks, has_mxfp4, is_packed_config
 from tandem.model.quantization.fp8_blocks import decoded, wanted_with_scales
 from tandem.model.quantization.scheme import Scheme
-from tandem.runtime.process.temporary import temporary_folder
+from tandem.runtime.process.temporary import whole_folder
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
@@ -402,11 +402,7 @@ def save_model(
         key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special.get(key) is not None
     }
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # The next model of this name removes what a killed process left.
-        with temporary_folder(folder.parent, f".{folder.name}") as scratch:
-            written = scratch / folder.name
-            written.mkdir()
+        with whole_folder(folder) as written:
             stacks, known = stacks_of_folder(decoder.shapes), dict(parameters(decoder.shapes.exported))
             forms = [Form(name, dtype, tuple(shape)) for name, shape in stacks.join_shapes(known.items())]
             own = _rounded(((name, tensor) for name, tensor in tensors if name in known), dtype)
@@ -421,7 +417,6 @@ def save_model(
                     if (Path(tokenizer_folder) / name).is_file():
                         shutil.copyfile(Path(tokenizer_folder) / name, written / name)
             write_manifest(written)
-            written.rename(folder)
     except OSError as error:
         raise RunError(f"the model cannot be saved to '{folder}': {error}") from None
 

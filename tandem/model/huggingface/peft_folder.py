@@ -22,7 +22,7 @@ from tandem.model.huggingface.safetensors_file import read_file, write_file
 from tandem.model.lora import Adapter
 from tandem.model.quantization.scheme import round_to_nearest, scheme_named
 from tandem.runtime.machine.available_memory import total_bytes
-from tandem.runtime.process.temporary import temporary_folder
+from tandem.runtime.process.temporary import whole_folder
 from tandem.types import RunError, UserError
 from tandem.types.input_file import read_input
 
@@ -120,13 +120,9 @@ def save_adapter(adapter: Mapping[str, Tensor], shapes: ModelShapes, folder: Pat
         "modules_to_save": None, "init_lora_weights": True, "inference_mode": True,
     }  # fmt: skip
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(folder.parent, f".{folder.name}") as scratch:
-            written = scratch / folder.name
-            written.mkdir()
+        with whole_folder(folder) as written:
             write_file(written / WEIGHTS, [(PREFIX + name, tensor.contiguous()) for name, tensor in adapter.items()])
             (written / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            written.rename(folder)
     except OSError as error:
         raise RunError(f"the adapter cannot be saved to '{folder}': {error}") from None
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
+from tandem.layout.expert_shapes import ExpertNames, ExpertShapes, SigmoidRouting, SoftmaxRouting
 from tandem.model.huggingface.config_reader import ConfigReader
 
 
@@ -14,6 +14,27 @@ def read_dense_layers(reader: ConfigReader, layers: int, default: int) -> tuple[
         raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number of at most the {layers} layers")
     reader.only("moe_layer_freq", 1)
     return tuple(range(dense))
+
+
+def read_sigmoid_experts(
+    reader: ConfigReader, layers: int, names: ExpertNames, *, experts: int, inner: int, dense: int, routing: SigmoidRouting
+) -> ExpertShapes:
+    """Reads the experts of DeepSeek-V3 and of families like it, which a token chooses as ``SigmoidRouting`` describes. The others are what the keys default to:
+    ``dense`` of the first layers have a plain MLP."""
+    size = reader.integer("moe_intermediate_size", inner)
+    return ExpertShapes(
+        reader.integer("n_routed_experts" if "n_routed_experts" in reader.config else "num_local_experts", experts),
+        reader.integer("num_experts_per_tok", 8),
+        size,
+        normalised=reader.boolean("norm_topk_prob", True),
+        dense_layers=read_dense_layers(reader, layers, dense),
+        names=names,
+        shared_intermediate_size=size * reader.integer("n_shared_experts", 1),
+        sigmoid=SigmoidRouting(
+            reader.integer("n_group", routing.groups), reader.integer("topk_group", routing.groups_per_tok),
+            reader.number("routed_scaling_factor", routing.scaling),
+        ),
+    )  # fmt: skip
 
 
 def routed_expert_keys(experts: ExpertShapes, routing: SigmoidRouting | SoftmaxRouting) -> dict[str, Any]:

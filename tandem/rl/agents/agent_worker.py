@@ -3,7 +3,6 @@ process that is forked for it. So an episode begins with the state that the agen
 nothing behind. Imports no torch. The agent's output goes to the worker's log; its standard input is empty.
 """
 
-import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -19,14 +18,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.rl.function_process import Loaded
+from tandem.rl.function_process import Loaded, function_options
 from tandem.rl.rewards.judgement import checked_number
 from tandem.runtime.import_path import load_function
 from tandem.runtime.parameters import accepted, needed, parameters_of, takes_any
 from tandem.runtime.process.child import die_with_parent
-from tandem.runtime.process.worker import dump_stack_on_abort, serve
+from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
-from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 from tandem.types.one_line import describe, shortened
@@ -187,16 +185,9 @@ async def _awaited(result: Coroutine[Any, Any, Any]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--agent", required=True)
-    parser.add_argument("--channel", type=int, required=True)
-    options = parser.parse_args()
-    # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
-    os.dup2(2, 1)
-    dump_stack_on_abort()
-    SPANS.identify("agent_worker")
-    worker = AgentWorker(options.agent)
-    serve({"load": worker.load, "run": worker.run}, options.channel)
+    value, channel = function_options(__doc__, "--agent", "agent_worker")
+    worker = AgentWorker(value)
+    serve({"load": worker.load, "run": worker.run}, channel)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 Imports no torch. The judges' output goes to the worker's log; their standard input is empty.
 """
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 import traceback
 from collections.abc import Awaitable, Sequence
@@ -13,12 +11,12 @@ from pathlib import Path
 
 from tandem.config.load import build
 from tandem.config.rewards import RewardsConfig
+from tandem.rl.function_process import function_options
 from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, TrainerState, describe
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_from_json, judgements_to_json
 from tandem.rl.rewards.rule_based import make_judge
-from tandem.runtime.process.worker import dump_stack_on_abort, serve
+from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
-from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 
@@ -99,16 +97,9 @@ def _printed(error: BaseException) -> BaseException:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--channel", type=int, required=True)
-    options = parser.parse_args()
-    # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
-    os.dup2(2, 1)
-    dump_stack_on_abort()
-    SPANS.identify("reward_worker")
-    worker = RewardWorker(options.config)
-    serve({"load": worker.load, "judge": worker.judge}, options.channel)
+    value, channel = function_options(__doc__, "--config", "reward_worker")
+    worker = RewardWorker(value)
+    serve({"load": worker.load, "judge": worker.judge}, channel)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 Imports no torch. The tools' output goes to the worker's log; their standard input is empty.
 """
 
-import argparse
 import asyncio
 import inspect
 import json
-import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.tools.load import ERROR, Tool, load_tools
-from tandem.rl.function_process import Loaded
-from tandem.runtime.process.worker import dump_stack_on_abort, serve
+from tandem.rl.function_process import Loaded, function_options
+from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
-from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 from tandem.types.one_line import describe
@@ -105,16 +102,9 @@ async def _awaited(result: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tools", required=True)
-    parser.add_argument("--channel", type=int, required=True)
-    options = parser.parse_args()
-    # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
-    os.dup2(2, 1)
-    dump_stack_on_abort()
-    SPANS.identify("tool_worker")
-    worker = ToolWorker(json.loads(options.tools))
-    serve({"load": worker.load, "run": worker.run}, options.channel)
+    value, channel = function_options(__doc__, "--tools", "tool_worker")
+    worker = ToolWorker(json.loads(value))
+    serve({"load": worker.load, "run": worker.run}, channel)
 
 
 if __name__ == "__main__":

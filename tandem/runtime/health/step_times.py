@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.runtime.mapped_file import mapped_file
+
 _HEAD = struct.Struct("<qq")
 _SLOT = 4096
 _TRIES = 8
@@ -114,12 +116,7 @@ class StepTimesTable:
 
     def __init__(self, path: Path, ranks: int) -> None:
         self.ranks = ranks
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, ranks * _SLOT)
-            self._memory: mmap.mmap | bytes = mmap.mmap(descriptor, ranks * _SLOT)
-        finally:
-            os.close(descriptor)
+        self._memory: mmap.mmap | bytes = mapped_file(path, ranks * _SLOT)
 
     def write(self, rank: int, record: bytes) -> None:
         """Writes the ``record`` of ``rank``, which must be this process. One that is too long is left out."""

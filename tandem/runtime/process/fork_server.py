@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.process.child import die_with_parent, prepare
+from tandem.runtime.process.fast_exit import end_forked
 
 MAX_REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
@@ -155,11 +156,7 @@ class ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            # Not the endings of the server, of which this process has a copy.
-            os._exit(status)
+            end_forked(status)
 
     def _status(self, client: Client, child: int) -> int | None:
         """Returns the exit status of a child of ``client`` as ``subprocess`` has it, ``None`` while it runs."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.runtime.health.step_times import StepClock
+from tandem.runtime.mapped_file import mapped_file
 
 _RECORD = struct.Struct("<ddqqqqd48s16s64s")
 _SIZE = 256
@@ -59,12 +60,7 @@ class HeartbeatTable:
 
     def __init__(self, path: Path, ranks: int) -> None:
         self.ranks = ranks
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, ranks * _SIZE)
-            self._memory: mmap.mmap | bytes = mmap.mmap(descriptor, ranks * _SIZE)
-        finally:
-            os.close(descriptor)
+        self._memory: mmap.mmap | bytes = mapped_file(path, ranks * _SIZE)
 
     def states(self) -> list[RankState]:
         """Returns every rank's record, by rank."""

@@ -52,6 +52,18 @@ class UnnamedFile:
 
 
 @contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder that afterwards becomes ``folder``, which must not exist, unless an exception was raised: it is there whole or not at all. What a
+    killed process left of the same name is removed first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(folder.parent, f".{folder.name}") as scratch:
+        written = scratch / folder.name
+        written.mkdir()
+        yield written
+        written.rename(folder)
+
+
+@contextlib.contextmanager
 def temporary_folder(parent: Path | None = None, prefix: str = PREFIX) -> Iterator[Path]:
     """Yields a new folder in ``parent`` (``None``: the system's folder for temporary files) and removes it afterwards. Removes those of owners
     that were killed first."""
