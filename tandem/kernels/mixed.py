@@ -102,16 +102,16 @@ class MixedKernels:
         self.name = inner.name
         self.dtype = COMPUTE_DTYPE[precision]
         self.is_native = not emulated and precision != "fp8"
-        products = getattr(inner, "bf16_products", None) if emulated and precision == "bf16" else None
-        self._products: Kernels | None = None if products is None else products(rounds_results)
+        make = getattr(inner, "bf16_products", None) if emulated and precision == "bf16" else None
+        self._bf16_kernels: Kernels | None = None if make is None else make(rounds_results)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Does ``inner.linear`` with rounded operands. Emulated: fp32 with 16-bit values; else in the compute dtype."""
-        if self._products is not None:
-            return self._products.linear(x, weight, bias)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.linear(x, weight, bias)
         if not self.emulated and self.precision == "fp8":
             if fits_fp8_units(weight):
                 return Fp8Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
@@ -124,16 +124,16 @@ class MixedKernels:
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         """Does ``inner.grouped_linear`` with rounded operands."""
-        if self._products is not None:
-            return self._products.grouped_linear(x, weight, bounds)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.grouped_linear(x, weight, bounds)
         if not self.emulated:
             return self.inner.grouped_linear(x.to(self.dtype), weight.to(self.dtype), bounds)
         return self._output(self.inner.grouped_linear(self._input(x), self._weight(weight), bounds))
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         """Does ``inner.token_logprobs`` with 16-bit operands; logits and later values are fp32 if emulated."""
-        if self._products is not None:
-            return self._products.token_logprobs(_Round.apply(hidden, None, self.dtype), weight, targets, temperature, cap)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.token_logprobs(_Round.apply(hidden, None, self.dtype), weight, targets, temperature, cap)
         if not self.emulated:
             return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature, cap)
         hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
@@ -146,21 +146,21 @@ class MixedKernels:
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """Does ``inner.pack`` with the rounded weight."""
-        if self._products is not None:
-            return self._products.pack(weight)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.pack(weight)
         return self.inner.pack(self._packed(weight))
 
     def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
         """Does ``inner.pack_elements`` with the rounded values; not in fp8, whose scale is the whole weight's."""
-        if self._products is not None:
-            return self._products.pack_elements(weight, rows, columns, values)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.pack_elements(weight, rows, columns, values)
         return self.precision != "fp8" and self.inner.pack_elements(weight, rows, columns, self._packed(values))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
         """Does ``linear`` with its bits. No gradient."""
-        if self._products is not None and not isinstance(weight, PackedQuantized):
+        if self._bf16_kernels is not None and not isinstance(weight, PackedQuantized):
             if isinstance(weight, PackedWeight) or not any(isinstance(part, PackedQuantized) for part in weight.parts):
-                return self._products.linear_packed(x, weight, bias)
+                return self._bf16_kernels.linear_packed(x, weight, bias)
             return self._output(with_parts(self.linear_packed, x, weight, bias))
         with torch.no_grad():
             if self.is_native:
@@ -171,25 +171,25 @@ class MixedKernels:
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
         """Computes its three steps; if the wrapped kernels do not round results themselves, one by one."""
-        if self._products is not None:
-            return self._products.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
         with torch.no_grad():
             return self.linear_packed(gate_of(self.inner, activation)(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def dense_program(self, layers: Sequence[DenseLayer], norm: Tensor) -> DenseProgram | None:
         """See ``kernels.dense_layers``; of the wrapped kernels' own products in bf16."""
-        return None if self._products is None else dense_program(self._products, layers, norm)
+        return None if self._bf16_kernels is None else dense_program(self._bf16_kernels, layers, norm)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         """Does ``inner.pack_groups`` with the rounded weights."""
-        if self._products is not None:
-            return self._products.pack_groups(weight)
+        if self._bf16_kernels is not None:
+            return self._bf16_kernels.pack_groups(weight)
         return self.inner.pack_groups(self._packed(weight))
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
         """Does ``grouped_linear`` with its bits. No gradient."""
-        if self._products is not None and not _is_quantized(weight):
-            return self._products.grouped_linear_packed(x, weight, bounds)
+        if self._bf16_kernels is not None and not _is_quantized(weight):
+            return self._bf16_kernels.grouped_linear_packed(x, weight, bounds)
         with torch.no_grad():
             if self.is_native:
                 return self.inner.grouped_linear_packed(x.to(self.dtype), weight, bounds)

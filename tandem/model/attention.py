@@ -29,8 +29,8 @@ class PackedContext:
 @dataclass(frozen=True, slots=True)
 class PagedContext:
     """An engine's flat batch and its KV cache, one entry per layer. Keys and values of the new tokens are written to the cache.
-    ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all); the last layer computes only keys and values of the other
-    rows."""
+    ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all); of the other rows the last layer computes its attention
+    and nothing behind it."""
 
     batch: PagedBatch
     caches: Sequence[CacheLayer]

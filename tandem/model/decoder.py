@@ -175,8 +175,8 @@ class Decoder(DecoderWeights):
         return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
     def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
-        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes only keys and values of tokens that predict nothing,
-        where that changes no bit of the others."""
+        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes nothing behind its attention for tokens that predict
+        nothing, where that changes no bit of the others."""
         # A mixture of experts is told which tokens it sees, and a sum over tokens, as a gradient is, would have other bits without those whose share is zero.
         sees_all = self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None or not has_independent_rows(self.kernels)
         if torch.is_grad_enabled() or self.parallel is not None or sees_all:
