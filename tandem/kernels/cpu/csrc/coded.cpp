@@ -99,17 +99,12 @@ void multiply_few(const Few& t) {
         }
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) {
-        const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - v * LANES));
-        if (count <= 0) continue;
-        float* to = t.out + r * t.out_stride + v * LANES;
-        V value = k0 > 0 ? add(load_n(to, count), acc[r][v]) : acc[r][v];
-        if (t.bias && end == t.k) value = add(value, load_n(t.bias + v * LANES, count));
-        store_n(to, value, count);
-      }
+    each_output<ROWS, VECTORS>(t.columns, [&](int r, int v, int count) {
+      float* to = t.out + r * t.out_stride + v * LANES;
+      V value = k0 > 0 ? add(load_n(to, count), acc[r][v]) : acc[r][v];
+      if (t.bias && end == t.k) value = add(value, load_n(t.bias + v * LANES, count));
+      store_n(to, value, count);
+    });
   }
 }
 

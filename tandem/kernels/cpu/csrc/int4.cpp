@@ -112,16 +112,11 @@ void Tile::multiply(const Tile& t) {
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - v * LANES));
-      if (count <= 0) continue;
-      V value = mul(load(totals[r] + v * LANES), set1(t.row_scales[r]));
-      if (t.bias) value = add(value, load_n(t.bias + v * LANES, count));
-      store_n(t.out + r * t.out_stride + v * LANES, value, count);
-    }
+  each_output<ROWS, VECTORS>(t.columns, [&](int r, int v, int count) {
+    V value = mul(load(totals[r] + v * LANES), set1(t.row_scales[r]));
+    if (t.bias) value = add(value, load_n(t.bias + v * LANES, count));
+    store_n(t.out + r * t.out_stride + v * LANES, value, count);
+  });
 }
 
 constexpr TileFunctions<Tile> TILES;

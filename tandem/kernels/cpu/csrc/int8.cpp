@@ -44,18 +44,13 @@ INLINE void multiply_vectors(const Tile& t, int from) {
       for (int v = 0; v < WIDE; ++v) acc[r][v] = add_products(acc[r][v], weight[v], x);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < WIDE; ++v) {
-      const int64_t first = (from + v) * LANES;
-      const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - first));
-      if (count <= 0) continue;
-      const V scale = mul(set1(t.row_scales[r]), load_n(t.column_scales + first, count));
-      V value = mul(minus_to_float(acc[r][v], 128 * t.row_sums[r]), scale);
-      if (t.bias) value = add(value, load_n(t.bias + first, count));
-      store_n(t.out + r * t.out_stride + first, value, count);
-    }
+  each_output<ROWS, WIDE>(t.columns - from * LANES, [&](int r, int v, int count) {
+    const int64_t first = (from + v) * LANES;
+    const V scale = mul(set1(t.row_scales[r]), load_n(t.column_scales + first, count));
+    V value = mul(minus_to_float(acc[r][v], 128 * t.row_sums[r]), scale);
+    if (t.bias) value = add(value, load_n(t.bias + first, count));
+    store_n(t.out + r * t.out_stride + first, value, count);
+  });
 }
 
 template <int ROWS>

@@ -224,6 +224,18 @@ INLINE void transpose_eight(__m256* rows, int stride) {
 }
 #endif
 
+// Calls write(row, vector, how many of its lanes there are) for the vectors of a tile of ROWS rows that have some of its `columns`.
+template <int ROWS, int VECTORS, typename Write>
+INLINE void each_output(int64_t columns, Write write) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const int count = static_cast<int>(columns - v * LANES < LANES ? columns - v * LANES : LANES);
+      if (count > 0) write(r, v, count);
+    }
+}
+
 // 16 rows of 16 lanes, transposed in place.
 INLINE void transpose(V rows[LANES]) {
 #if defined(__AVX512F__)
