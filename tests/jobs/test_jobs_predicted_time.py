@@ -1,10 +1,16 @@
 """The measured speed of the machine, from which a dry run predicts the time of a run."""
 
+from dataclasses import replace
+
 import pytest
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.config.machine import MachineConfig
+from tandem.config.recipe import Recipe, load_config
 from tandem.estimate.time import Product, Speed
+from tandem.jobs.checks import predicted_time
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
+from tandem.jobs.checks.predicted_time import RLSeconds, describe_rl_time
 from tandem.kernels.measure import MOST_ROWS
 from tandem.types import UserError
 
@@ -18,6 +24,16 @@ def test_products_are_measured_and_large_ones_in_proportion() -> None:
 def test_a_dtype_that_torch_does_not_have_is_named() -> None:
     with pytest.raises(UserError, match="floatx"):
         measure([Product(1, 1, 1)], "floatx", "cpu", MachineConfig(threads=1))
+
+
+def test_a_dry_run_says_that_drafts_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_time, "rl_seconds", lambda recipe, prompt, completion: RLSeconds(1.0, 0.0, 2.0, 0.5, 0.5, 0.0))
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    assert "draft" not in describe_rl_time(recipe, 20.0)
+    engine = replace(recipe.rollout.engine, speculative_config=SpeculativeConfig("ngram"))
+    drafted = replace(recipe, rollout=replace(recipe.rollout, engine=engine))
+    assert describe_rl_time(drafted, 20.0) == describe_rl_time(recipe, 20.0) + " (drafts by 'ngram' are not counted)"
 
 
 @pytest.mark.full
