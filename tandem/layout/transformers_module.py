@@ -46,6 +46,10 @@ class TransformersModule:
         """What PEFT's ``target_modules`` can name: the last parts of the names of ``linears``."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor ``name`` of the folder."""
+        return next(shape for own, shape in self.parameters if own == name)
+
     def check_adapted(self, target_modules: Iterable[str]) -> None:
         """Raises ``ValueError`` if there are no linear layers to adapt, or for the first of ``target_modules`` that experts have."""
         if not self.adaptable:
