@@ -89,7 +89,7 @@ class TransformersDecoder(Decoder):
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
         lora: LoraBatch | None = None, span: Any = None, received: Tensor | None = None, aux: Any = None,
     ) -> Tensor:  # fmt: skip
-        """Computes as ``Decoder.forward``, without gradient where there is ``lora``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
+        """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
         assert received is None and router_logits is None and aux is None
         self.computing.lora = lora
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
