@@ -20,7 +20,7 @@ from tandem.model.family import all_families
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model
 from tandem.model.huggingface.safetensors_file import read_file, write_file
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.model.layer import factor_of_norm
 from tandem.model.quantization.awq_layer import sampled_inputs, scale_layer
 from tandem.model.quantization.calibration import after_layer, chunks_of, inputs_of

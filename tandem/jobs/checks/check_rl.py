@@ -39,6 +39,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_json, read_shapes
+from tandem.model.huggingface.weight_files import check_weights
 from tandem.model.model_source import found_model
 from tandem.model.quantization.formats import decoded_blocks
 from tandem.pod.leadership import check_coordination
@@ -226,8 +227,8 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
         raise UserError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
         )
-    if not is_of_hub and not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
+    if not is_of_hub:
+        check_weights(folder, shapes)
 
 
 def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes) -> None:
