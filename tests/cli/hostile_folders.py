@@ -106,12 +106,12 @@ def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def commands(folder: Path, recipe: Path) -> dict[str, tuple[str, ...]]:
-    """Returns a line of each command that reads the model in ``folder``. ``serve`` is given a port that ends it once the model was checked."""
+    """Returns a line of each command that reads the model in ``folder``. A model that is valid is served until the command is ended."""
     name, new = str(folder), str(folder.parent / "new")
     return {
         "generate": ("generate", name, "--prompt", "1=", "--max-tokens", "2"),
         "generate by transformers": ("generate", name, "--prompt", "1=", "--max-tokens", "2", "--model-impl", "transformers"),
-        "serve": ("serve", name, "--port", "-1"),
+        "serve": ("serve", name, "--port", "0"),
         "train": ("train", str(recipe), "--dry-run", "--model.create=null", "--sft=null", f"--model.path={json.dumps(name, ensure_ascii=False)}"),
         "quantize": ("quantize", name, new, "--method", "int8"),
         "convert": ("convert", name, new, "--to", "megatron"),

@@ -26,6 +26,7 @@ from tandem.jobs.checks.check_run import (
     check_folder,
     check_model_on_mesh,
     check_offload,
+    check_start_weights,
     check_targets,
     describe_offloaded,
     folder_to_check,
@@ -40,9 +41,7 @@ from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
-from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.weight_files import check_weights
 from tandem.model.value_config import start_shapes
 from tandem.planner.recipe_layout import draft_of, recipe_layout
 from tandem.runtime.machine.available_memory import available_bytes
@@ -60,8 +59,8 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder, implemented_by=recipe.model.implemented_by)
-        if recipe.model.path and hub_model(recipe.model.path) is None:
-            check_weights(folder, shapes)
+        if recipe.model.path:
+            check_start_weights(recipe.model.path, folder, shapes)
         shapes = adapted_shapes(shapes, recipe.trainer.lora)
         spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:

@@ -45,6 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if not path.parent.is_dir():
             raise UserError(f"'{path.parent}' is not a folder here; name a Hugging Face folder, or OWNER/NAME of a model of the Hub") from None
         raise UserError(f"'{path.parent}' has no {path.name}; it must be a Hugging Face model folder") from None
+    except NotADirectoryError:
+        raise UserError(f"'{path.parent}' is a file; name the Hugging Face folder with its {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -26,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.transformers_module import TransformersModule
+from tandem.model.huggingface.weight_files import read_header
 from tandem.model.transformers_module.attention import NAME, attention
 from tandem.model.transformers_module.experts import STACKED, experts, is_mixture, observed_experts
 from tandem.model.transformers_module.folder_names import Stored, stored_tensors
@@ -154,10 +154,9 @@ def _check_files(folder: Path, known: set[str], network: Any) -> None:
     """Raises ``UserError`` if the folder has other tensors than the ``known`` ones."""
     ignored = network._keys_to_ignore_on_load_unexpected or ()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 - it is no mapping
-                if name not in known and not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
-                    raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
+        for name in read_header(file):
+            if name not in known and not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
+                raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
 
 
 def _shapes(
