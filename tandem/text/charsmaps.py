@@ -8,7 +8,6 @@ from typing import Any
 
 from tandem.types import UserError
 
-
 BLOCK_BYTES = 4 * 256
 """A trie is a double array (Darts) of blocks of 256 words, so that the place of a byte is always within it."""
 

@@ -19,7 +19,9 @@ def written(folder: Path, normalizer: Any) -> Path:
 
 BROKEN = {
     "not base64": "?", "empty": "", "no trie": base64.b64encode(b"\0\0").decode(), "a long trie": base64.b64encode(b"\xff\0\0\0abcd").decode(),
-    "half a block": base64.b64encode(b"\x04\0\0\0" + bytes(4)).decode(), "no UTF-8": base64.b64encode((1024).to_bytes(4, "little") + bytes(1024) + b"\xff\xfe").decode(), "a number": 5, "a list": [1],
+
+    "half a block": base64.b64encode(b"\x04\0\0\0" + bytes(4)).decode(), "no UTF-8": base64.b64encode((1024).to_bytes(4, "little") + bytes(1024) + b"\xff\xfe").decode(),
+    "a number": 5, "a list": [1],
 }  # fmt: skip
 
 
