@@ -17,12 +17,10 @@ def written(folder: Path, normalizer: Any) -> Path:
     return folder
 
 
-BROKEN = {
-    "not base64": "?", "empty": "", "no trie": base64.b64encode(b"\0\0").decode(), "a long trie": base64.b64encode(b"\xff\0\0\0abcd").decode(),
-
-    "half a block": base64.b64encode(b"\x04\0\0\0" + bytes(4)).decode(), "no UTF-8": base64.b64encode((1024).to_bytes(4, "little") + bytes(1024) + b"\xff\xfe").decode(),
-    "a number": 5, "a list": [1],
-}  # fmt: skip
+TRIE = (1024).to_bytes(4, "little") + bytes(1024)
+"""One block of a double array without an entry, after its size."""
+OF_BYTES = {"no trie": b"\0\0", "a long trie": b"\xff\0\0\0abcd", "half a block": b"\x04\0\0\0" + bytes(4), "no UTF-8": TRIE + b"\xff\xfe"}
+BROKEN = {"not base64": "?", "empty": "", "a number": 5, "a list": [1]} | {name: base64.b64encode(table).decode() for name, table in OF_BYTES.items()}
 
 
 @pytest.mark.parametrize("table", BROKEN)
@@ -35,5 +33,5 @@ def test_a_broken_table_of_characters_is_named_in_one_line(table: str, tmp_path:
 
 
 def test_a_table_that_replaces_nothing_is_read(tmp_path: Path) -> None:
-    folder = written(tmp_path, {"type": "Precompiled", "precompiled_charsmap": base64.b64encode((1024).to_bytes(4, "little") + bytes(1024)).decode()})
+    folder = written(tmp_path, {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(TRIE).decode()})
     assert Tokenizer.from_folder(folder).encode("ab") == [1, 2]
