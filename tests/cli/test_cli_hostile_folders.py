@@ -16,8 +16,6 @@ from hostile_folders import REMOVED, Change, all_of, commands, config, copied, s
 Q = "model.layers.1.self_attn.q_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
-CONFIG = "plan", "plan serving"
-"""Commands that read ``config.json`` alone."""
 Case = tuple[Change, str]
 
 
@@ -96,13 +94,13 @@ def test_a_tokenizer_that_is_wrong_is_named(case: str, model: Path, recipe: Path
 
 
 @pytest.mark.full
-def test_every_command_that_reads_a_folder_refuses_what_is_wrong_in_it_and_leaves_nothing_behind(model: Path, recipe: Path, tmp_path: Path) -> None:
+def test_the_commands_that_take_longer_refuse_what_is_wrong_in_a_folder_and_leave_nothing_behind(model: Path, recipe: Path, tmp_path: Path) -> None:
     # In a fork each, because ``serve`` would serve what it does not refuse.
-    wrong, cases = [], {**OF_CONFIG, **OF_WEIGHTS}
+    wrong, cases = [], {**OF_CONFIG, **OF_WEIGHTS, **OF_TOKENIZER}
     for name, (change, says) in cases.items():
         folder = copied(model, tmp_path / "größe 模型", change)
         for command_name, line in commands(folder, recipe).items():
-            if (name in OF_WEIGHTS and command_name in CONFIG) or command_name == "generate by transformers":
+            if command_name not in ("serve", *(() if name in OF_TOKENIZER else ("quantize",)), *(("plan serving",) if name in OF_CONFIG else ())):
                 continue
             outcome = run_forked(line, cwd=tmp_path, limit_s=30)
             if outcome.kind != "refused" or not re.search(says, outcome.err) or (tmp_path / "new").exists():
