@@ -336,7 +336,7 @@ class EngineArgs:
             reason = f"engine.model_impl is '{self.model_impl}', which runs no code of a model's folder"
             refuse_unread("engine", self, reason, "trust_remote_code", fix="set model_impl to transformers")
             return
-        cannot = {"tensor_parallel_size": 1, "quantization": None, "enable_lora": False}
+        cannot = {"tensor_parallel_size": 1, "quantization": None}
         for name, only in cannot.items():
             if (given := getattr(self, name)) != only:
                 raise UserError(f"engine {name} is {given!r} and model_impl 'transformers', which computes whole models of plain weights; leave it out")

@@ -327,10 +327,10 @@ class PretrainRecipe:
         """Checks what a run of ``draft`` cannot have: one process computes the whole target and trains the whole head."""
         if self.model.create is not None:
             raise UserError("section 'model.create' is given and algorithm.name is 'draft', which learns what a trained model says; set model.path")
-        whole, plain = "trains a head beside one whole model", "trains plain weights in memory"
+        whole, plain = "trains a head beside one whole model in one process", "trains plain weights in memory"
         refusals: tuple[Refusal, ...] = (
             ("model.implementation", self.model.implementation, ("auto", "tandem"), "reads hidden states of Tandem's own decoder"),
-            ("parallel.world", self.parallel.world, (1,), whole),
+            *((f"parallel.{axis}", getattr(self.parallel, axis), (1,), whole) for axis in ("data", "tensor", "pipeline", "context", "expert")),
             ("trainer.lora", None if self.trainer.lora is None else "given", (None,), plain),
             ("trainer.optimizer", self.trainer.optimizer, ("adamw", "adamw8bit"), "has no hidden matrices in the sense of Muon"),
             ("trainer.offload", self.trainer.offload, ("none",), plain),

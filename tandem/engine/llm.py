@@ -21,6 +21,7 @@ from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tell_of_long_frequencies, tokenizer_of
 from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.model_limits import check_vocabulary
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
 from tandem.engine.pooling.outputs import (
     ClassificationRequestOutput,
@@ -120,10 +121,8 @@ class LLM:
         self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")
         given_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) or args.tokenizer is None else self._tokenizer_folder
         own_tokenizer = None if args.skip_tokenizer_init else tokenizer_of(given_tokenizer, folder)
-        if own_tokenizer is not None and own_tokenizer.vocab_size > shapes.vocab_size:
-            raise UserError(
-                f"the tokenizer has {own_tokenizer.vocab_size} tokens and '{folder}' {shapes.vocab_size}; they do not belong together"
-            )
+        if own_tokenizer is not None:
+            check_vocabulary(own_tokenizer, folder, shapes)
         ranks = None
         if args.tensor_parallel_size > 1:
             ranks = Ranks(

@@ -45,7 +45,10 @@ def running_state_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
 
 
 def lora_bytes(shapes: ModelShapes, args: EngineArgs) -> int:
-    """Returns the bytes of ``max_loras`` adapters of ``max_lora_rank`` on every matrix of a layer."""
+    """Returns the bytes of ``max_loras`` adapters of ``max_lora_rank`` on every matrix of a layer, or every linear layer of a module of transformers."""
+    if shapes.transformers is not None:
+        sides = sum(sum(shapes.transformers.shape_of(f"{name}.weight")) for name in shapes.transformers.linears)
+        return 4 * args.max_loras * (args.max_lora_rank * sides + 64)
     hidden, inner, layers = shapes.hidden_size, shapes.intermediate_size, range(shapes.num_hidden_layers)
     of_attention = sum(matrix.inputs + matrix.outputs for layer in layers for matrix in shapes.matrices_of_attention(layer))
     return 4 * args.max_loras * (args.max_lora_rank * (of_attention + len(layers) * 3 * (hidden + inner)) + 64)

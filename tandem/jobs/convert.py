@@ -18,6 +18,7 @@ from tandem.model.huggingface.model_config import config_json, read_json, read_s
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.huggingface.stacked_experts import stacks_of_folder
+from tandem.model.huggingface.weight_files import check_weights
 from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_checkpoint
 from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
@@ -154,6 +155,8 @@ def _from_huggingface(folder: Path, config: Path | None) -> Source:
     content = read_json((config or folder) / "config.json")
     if is_packed_config(content) or decoded_blocks(content, str(folder)) is not None:
         raise UserError(f"'{folder}' is quantised, which has no other layout; give the unquantized checkpoint")
+    if config is None:
+        check_weights(folder, shapes)
     given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
     if shapes.tie_word_embeddings and torch.equal(
         given.get("lm_head.weight", torch.empty(0)), given.get("model.embed_tokens.weight", torch.empty(0))
@@ -206,9 +209,10 @@ def _checked(folder: Path, shapes: ModelShapes, given: dict[str, Tensor]) -> dic
     wanted = dict(parameters(shapes))
     for name in [*wanted, *given]:
         if name not in given or name not in wanted:
-            raise UserError(f"'{folder}' {'lacks' if name in wanted else 'has an unknown'} tensor '{name}'; which does not match its config.json")
+            said = "lacks" if name in wanted else "has an unknown"
+            raise UserError(f"'{folder}' {said} tensor '{name}', which does not match its config.json; give a whole model, or another config.json")
         if tuple(given[name].shape) != tuple(wanted[name]):
-            raise UserError(f"'{name}' in '{folder}' is {list(given[name].shape)}; its config.json asks for {list(wanted[name])}")
+            raise UserError(f"'{name}' in '{folder}' is {list(given[name].shape)}; its config.json requires {list(wanted[name])}")
     return {name: given[name] for name in wanted}
 
 

@@ -1,7 +1,7 @@
 """What is known of a network that a module of transformers computes, as plain data. Imports no torch."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -46,6 +46,10 @@ class TransformersModule:
         """What PEFT's ``target_modules`` can name: the last parts of the names of ``linears``."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor ``name`` of the folder."""
+        return next(shape for own, shape in self.parameters if own == name)
+
     def check_adapted(self, target_modules: Iterable[str]) -> None:
         """Raises ``ValueError`` if there are no linear layers to adapt, or for the first of ``target_modules`` that experts have."""
         if not self.adaptable:
@@ -55,14 +59,23 @@ class TransformersModule:
                 possible = ", ".join(self.adaptable)
                 raise ValueError(f"model has a mixture of experts, whose '{name}' can have no adapter; set target_modules to some of {possible}")
 
-    def rows_of(self, name: str, rows: int) -> tuple[int, ...]:
-        """Returns the rows of the matrices that the folder has in the place of one of ``rows`` rows: those of each expert in the parameter that ends in
-        ``name``, or those that the folder also has as one tensor of three axes."""
-        parts = (shape[-2] for own, (_, shape) in zip(self.names, self.parameters, strict=True) if own == name or own.endswith(f".{name}"))
-        own_rows = list[int]()
-        while sum(own_rows) < rows:
-            own_rows.append(next(parts))
-        return tuple(own_rows)
+    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the rows of each matrix that is stacked in the parameter of this ``shape`` that ends in ``name``: those that the folder has apart, and of a
+        tensor with gate and up those of both. The columns of the other matrix of an MLP of two say which that is: K, where the first has 2 K rows."""
+        own = next((owner for owner in self.names if owner == name or owner.endswith(f".{name}")), name)
+        apart = self._parts(own)
+        if len(shape) == 3 and len(apart) > shape[0]:
+            return tuple(part[-2] for part in apart[: len(apart) // shape[0]])
+        block = _block(own)
+        others = [other for other in dict.fromkeys(self.names) if other != own and _block(other) == block and not other.endswith("bias")]
+        beside = [part for part in (self._parts(other)[0] for other in others) if len(part) > 1]
+        if block in self.attention or len(beside) != 1 or (shape[-2], shape[-1]) != (2 * beside[0][-1], beside[0][-2]):
+            return (shape[-2],)
+        return (shape[-2] // 2,) * 2
+
+    def _parts(self, own: str) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of the tensors of the folder that the parameter ``own`` of the module consists of."""
+        return tuple(shape for owner, (_, shape) in zip(self.names, self.parameters, strict=True) if owner == own)
 
     def is_router(self, name: str) -> bool:
         """Returns whether the parameter that ends in ``name`` is one of ``routers``."""
@@ -75,3 +88,8 @@ class TransformersModule:
     def ignores(self, name: str) -> bool:
         """Returns whether a folder may have the tensor ``name`` although it is no parameter."""
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+def _block(own: str) -> str:
+    """Returns the name of the module whose parts include the linear layer, or the tensor of all experts, ``own``."""
+    return own.removesuffix(".weight").rpartition(".")[0]

@@ -18,7 +18,8 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.drawn import generator_of
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.huggingface.eagle3_config import eagle3_config_json, read_eagle3_of
-from tandem.model.huggingface.model_folder import WEIGHTS, read_tensors
+from tandem.model.huggingface.hub import WEIGHTS
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.runtime.process.temporary import whole_folder
 from tandem.storage.folder_manifest import write_manifest

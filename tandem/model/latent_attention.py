@@ -30,7 +30,7 @@ def latent_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Latent
     kernels, context, sizes, heads = batch.kernels, batch.context, weights.sizes, weights.heads
     positions, cos_sin, order = batch.rotations[layer.rotation]
     nope, rope, rank = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.kv_lora_rank
-    changes = _UNCHANGED if batch.lora is None else batch.lora.layers[layer.index]
+    changes = _UNCHANGED if batch.lora is None else batch.lora.stacks.layers[layer.index]
     row = batch.adapted(x, weights.kv_a, weights.kv_a_bias, changes.kv_a)
     row = torch.cat((kernels.rms_norm(row[:, :rank].contiguous(), weights.kv_a_norm, NORM_EPS), row[:, rank:]), dim=1)
     if weights.q_a is None:

@@ -70,7 +70,7 @@ def run_layer(
         summed_output_bias, summed_down_bias, written, activation, _, parallel_blocks, latent, linear_weights,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
-    eps, centred, changes = attention.eps, attention.centred_norms, _UNCHANGED if lora is None else lora.layers[attention.index]
+    eps, centred, changes = attention.eps, attention.centred_norms, _UNCHANGED if lora is None else lora.stacks.layers[attention.index]
     x, residual = added(kernels, x, residual, input_norm, eps, centred)
     if latent is not None:
         normed = x

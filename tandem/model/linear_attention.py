@@ -28,7 +28,7 @@ def linear_attention(batch: "LayerBatch", layer: AttentionLayer, weights: Linear
     """Computes the linear attention of the normed input ``x[T, H]`` of a layer -> [T, Hv Dv]."""
     kernels, context, sizes = batch.kernels, batch.context, weights.sizes
     groups, repeats = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
-    changes = LoraLayer() if batch.lora is None else batch.lora.layers[layer.index]
+    changes = LoraLayer() if batch.lora is None else batch.lora.stacks.layers[layer.index]
     of_group = batch.adapted(x, weights.qkvz, None, changes.qkvz).unflatten(1, (groups, -1))
     values = repeats * sizes.value_head_dim
     q, k, v, z = of_group.split([sizes.key_head_dim, sizes.key_head_dim, values, values], dim=2)

@@ -21,14 +21,16 @@ from tandem.model.layer import STACKED
 
 ALONE = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), *((name,) for name in PROJECTIONS))
 """The matrices of latent and of linear attention that are multiplied as others are."""
+ANY_LAYER = -1
+"""The layer of the linear layers of a module of transformers, whose names say where they are."""
 _PARTS = (STACKED[0], (*STACKED[1], OUTPUT), *STACKED[2:], *ALONE)
 """The matrices of each field of ``LoraLayer``: those of them that a layer has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """``matrices[layer, "q_proj"]``: (A [r, K], B [N, r] times the scale alpha / r, or alpha / sqrt(r) if it is rank-stabilised).
-    ``digest`` covers every byte of the folder's two files."""
+    """``matrices[layer, "q_proj"]``: (A [r, K], B [N, r] times the scale alpha / r, or alpha / sqrt(r) if it is rank-stabilised). For a module of
+    transformers ``matrices[ANY_LAYER, name]``, by the name of the linear layer. ``digest`` covers every byte of the folder's two files."""
 
     rank: int
     matrices: dict[tuple[int, str], tuple[Tensor, Tensor]]
@@ -57,30 +59,44 @@ class LoraLayer(NamedTuple):
     ba: LowRank | None = None
 
 
+class Stacks(NamedTuple):
+    """The adapters' updates of every layer, or of a module of transformers by the names of its linear layers."""
+
+    layers: list[LoraLayer]
+    linears: dict[str, LowRank]
+
+
 class LoraBatch(NamedTuple):
     """The rows [R] int64 of a flat batch that have an adapter, sorted by slot: slot s has ``rows[bounds[s]:bounds[s + 1]]`` (int64 [S +
     1])."""
 
-    layers: list[LoraLayer]
+    stacks: Stacks
     rows: Tensor
     bounds: Tensor
 
 
-def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch | None:
+def lora_batch(stacks: Stacks, slots: Tensor, count: int) -> LoraBatch | None:
     """Returns the batch for the slot of every token (``slots[T]`` int64, -1: no adapter), of ``count`` slots; ``None`` if no token has an
     adapter."""
     order = slots.argsort(stable=True)
     bounds = torch.searchsorted(slots[order], torch.arange(count + 1))
     if bounds[0] == len(slots):
         return None
-    return LoraBatch(layers, order[bounds[0] :], bounds - bounds[0])
+    return LoraBatch(stacks, order[bounds[0] :], bounds - bounds[0])
 
 
 def stack(
     adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, shard_spec: ShardSpec = WHOLE
-) -> list[LoraLayer]:
-    """Returns the layers' stacks for ``adapters`` in their slots (``None``: a free slot), in the dtype and on the device of ``like``.
+) -> Stacks:
+    """Returns the stacks for ``adapters`` in their slots (``None``: a free slot), in the dtype and on the device of ``like``.
     ``shard_spec``: returns what the rank with this shard spec needs."""
+    if shapes.transformers is not None:
+        linears = {}
+        for name in shapes.transformers.linears:
+            if any(adapter is not None and (ANY_LAYER, name) in adapter.matrices for adapter in adapters):
+                held = [shard_slices(shapes, f"{name}.weight", shapes.transformers.shape_of(f"{name}.weight"), shard_spec)]
+                linears[name] = _low_rank(adapters, ANY_LAYER, (name,), held, kernels, max_rank, like)
+        return Stacks([], linears)
     layers, whole = [], dict(parameters(shapes))
     for layer in range(shapes.num_hidden_layers):
         fused = {}
@@ -91,7 +107,7 @@ def stack(
                 held = [shard_slices(shapes, name, whole[name], shard_spec) for name in names]
                 fused[name] = _low_rank(adapters, layer, parts, held, kernels, max_rank, like)
         layers.append(LoraLayer(**fused))
-    return layers
+    return Stacks(layers, {})
 
 
 def _low_rank(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem.layout.parameters import parameters
 from tandem.layout.shapes import ValueHead
+from tandem.model.huggingface.hub import INDEX, WEIGHTS
 from tandem.model.huggingface.model_config import read_json, read_shapes, shapes_of
-from tandem.model.huggingface.model_folder import INDEX, WEIGHTS
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.initialise import drawn_matrix
 from tandem.model.value_config import value_config

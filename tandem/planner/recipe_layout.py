@@ -7,7 +7,7 @@ from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.eagle3 import EMBEDDING, MOST_DRAFT_VOCABULARY, eagle3_shapes
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.eagle3_config import read_eagle3_of
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.planner.model_input import recipe_shapes
 from tandem.planner.recipe_step import batch_sequences, sequence_tokens
 

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from tandem.engine.model_limits import check_folder as check_folder_of_model
 from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.exposition.sent_spans import SentSpans
@@ -57,6 +58,7 @@ def run_server(settings: ServerSettings) -> int:
     # Texts are encoded in this process's own threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_folder(settings.tokenizer_folder)
+    check_folder_of_model(settings.engine, tokenizer)
     defaults = default_sampling(Path(settings.engine.model), settings.engine.generation_config, settings.engine.override_generation_config)
     pooling = read_pooling(Path(settings.engine.model), settings.engine)
     if settings.chat_template is not None:

@@ -64,8 +64,7 @@ class ChatTemplate:
         try:
             text: str = self.template.render(known)
         except Exception as error:  # A template can fail in every way that Python can.
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"the chat template of '{self.folder}' refuses these messages: {first}") from None
+            raise UserError(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
         return text
 
 
@@ -93,8 +92,8 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
         template = environment.from_string(source)
         has_generation = environment.parse(source).find(jinja2.nodes.ExtensionAttribute) is not None
         return ChatTemplate(template, tokens, folder, has_generation)
-    except jinja2.TemplateError as error:
-        raise UserError(f"the chat template of '{folder}' is broken: {error}") from None
+    except Exception as error:  # Python's parser reads what jinja2 makes of a template, and refuses it in ways of its own.
+        raise UserError(f"the chat template of '{folder}' is broken: {_first_line(error)}; save the tokenizer again, or correct the template") from None
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -124,6 +123,10 @@ def template_source(folder: Path, with_tools: bool = False) -> str:
             f"the tokenizer in '{folder}' has no chat template; give a plain prompt, or a model trained to chat"
         )
     return template
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _content(token: Any) -> Any:

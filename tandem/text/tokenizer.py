@@ -9,6 +9,7 @@ import tokenizers
 
 from tandem.config.arguments import NotHere
 from tandem.config.vllm_names import TOKENIZER
+from tandem.text.charsmaps import check_charsmaps
 from tandem.types import UserError
 from tandem.types.input_file import MOST_TOKENIZER_BYTES, read_input, read_json_object
 
@@ -55,9 +56,12 @@ class Tokenizer:
         if not file.is_file():
             raise UserError(f"'{folder}' has no tokenizer.json; save the tokenizer in its fast form first")
         content = read_input(file, MOST_TOKENIZER_BYTES, "save the tokenizer again")
+        if b'"precompiled_charsmap"' in content:
+            check_charsmaps(content, file)
         try:
             backend = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # The library raises the bare class.
+        except BaseException as error:  # The library raises the bare class, and for some files what is no ``Exception``.
+            _check_own(error)
             raise UserError(f"'{file}' is not a tokenizer: {error}") from None
         # Padding and cutting are the caller's business: a token id must never appear or vanish unasked.
         backend.no_padding()
@@ -76,7 +80,8 @@ class Tokenizer:
         try:
             # Unlike ``encode`` it releases the GIL, so that other threads run meanwhile, and keeps no offsets (a third of the memory).
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except Exception as error:  # The library raises the bare class.
+        except BaseException as error:  # As in ``from_folder``.
+            _check_own(error)
             at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if at is not None:
                 raise UserError(f"the text has a lone surrogate (U+{ord(text[at]):04X}, at {at}), which is no character; remove it") from None
@@ -97,6 +102,12 @@ class Tokenizer:
             raise UserError(f"token id {token} is not in the tokenizer's vocabulary of {self.vocab_size}")
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _check_own(error: BaseException) -> None:
+    """Raises ``error`` again unless it is one of the library, whose panics are no ``Exception``."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_size import draft_size
 from tandem.engine.spec_decode.draft_switch import DraftSwitch
-from tandem.engine.spec_decode.unread_states import MOST_UNREAD, UnreadStates
+from tandem.engine.spec_decode.unread_states import MOST_READ, MOST_UNREAD, UnreadStates
 from tandem.jobs.checks.check_rl import check_engine_on_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
@@ -358,11 +359,57 @@ def test_states_that_do_not_follow_the_others_replace_them() -> None:
     unread, states = UnreadStates(), torch.arange(400.0).view(-1, 2)
     unread.add(7, states[:1])
     unread.add(8, states[1:4])
-    assert (unread.first, unread.end) == (7, 11) and torch.equal(unread.take(), states[:4])
-    assert (unread.first, unread.parts) == (11, [])
+    assert unread.holds(10) and not unread.holds(11)
+    ((first, taken),) = unread.take()
+    assert first == 7 and torch.equal(taken, states[:4]) and not unread.holds(10) and not unread.spans
     unread.add(11, states[4:5])
     unread.add(20, states[5:6])
-    assert (unread.first, unread.end) == (20, 21) and torch.equal(unread.take(), states[5:6])
-    for position in range(21, 121):
+    ((first, taken),) = unread.take()
+    assert first == 20 and torch.equal(taken, states[5:6])
+
+
+def test_the_states_of_a_long_rest_are_read_a_few_at_a_time_each_once() -> None:
+    unread, states = UnreadStates(), torch.arange(400.0).view(-1, 2)
+    for position in range(20, 120):
         unread.add(position, states[position : position + 1])
-    assert (unread.first, unread.end) == (121 - MOST_UNREAD, 121) and torch.equal(unread.take(), states[121 - MOST_UNREAD : 121])
+    first = unread.take()
+    assert [(span.first, span.end) for span in first] == [(119 - MOST_READ, 120)] and not unread.holds(119)
+    read, position = list(first), 120
+    while unread.spans:
+        unread.add(position, states[position : position + 3])
+        position += 3
+        taken = unread.take()
+        assert taken[-1].end == position and sum(len(span.states) for span in taken) <= 3 + MOST_READ
+        read += taken
+    # The oldest are no longer there.
+    assert sorted(p for span in read for p in range(span.first, span.end)) == list(range(120 - MOST_UNREAD, position))
+    assert all(torch.equal(span.states, states[span.first : span.end]) for span in read)
+
+
+def test_a_head_that_rested_reads_a_bounded_number_of_states_in_each_step_and_then_proposes_what_the_equations_say(
+    predictors: Folders, make_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = predictors("deepseek_v3")
+    llm = start(folder, 3)
+    proposer: Any = llm.engine._runner.proposer
+    propose, compute, steps, read = proposer.propose, proposer.head.compute, list[int](), list[int]()
+
+    def resting(sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        steps.append(len(read))
+        return propose(sequences, counts) if len(steps) > 30 else [[] for _ in sequences]
+
+    def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        read.append(len(tokens))
+        computed: torch.Tensor = compute(tokens, *rest)
+        return computed
+
+    monkeypatch.setattr(proposer, "propose", resting)
+    monkeypatch.setattr(proposer.head, "compute", counted)
+    seen = recorded(llm, monkeypatch)
+    drawn = outputs(llm, replace(GREEDY, max_tokens=60))
+    assert drawn == outputs(start(folder), replace(GREEDY, max_tokens=60))
+    # Each of the steps adds up to four positions; 28 of the rest are read beside them.
+    assert max(read[steps[30] :]) <= len(PROMPTS) * (MOST_READ + 1 + 3)
+    published = PublishedPredictor(folder, make_folder("deepseek_v3", 0), make_folder("deepseek_v3", 4))
+    caught_up = [(known, draft) for known, draft in seen if draft][len(PROMPTS) * (30 // MOST_READ + 1) :]
+    assert len(caught_up) > 15 and all(draft == published.draft(known, len(draft)) for known, draft in caught_up)

@@ -1,5 +1,6 @@
 """The engine with the module of transformers: greedy tokens are those of ``generate``, however they are batched."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lora_adapters import write_adapter
 
 from tandem.cli.main import main
 from tandem.config.implementation import Implementation
 from tandem.engine.core.staging import can_stage
 from tandem.engine.llm import LLM
+from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.model.huggingface.model_folder import load_model
@@ -76,6 +79,62 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_bits_in_every_batch(m
         assert name not in ("preemption", "swap") or preempted > 0 or model_type == "starcoder2"
         results[name] = [[next(iter(each.values())).logprob for each in output.outputs[0].logprobs or []] for output in outputs]
     assert all(result == results["plain"] for result in results.values())
+
+
+ADAPTED = {"gpt_neox": ["query_key_value", "dense_4h_to_h"], "qwen3_moe": ["q_proj", "o_proj"], "stablelm": ["v_proj", "gate_proj", "down_proj"]}
+
+
+def adapter_of_peft(peer: Any, folder: Path, target_modules: list[str]) -> tuple[Any, LoRARequest]:
+    """Returns ``peer`` with a random adapter, and the request for it; its folder is written by PEFT."""
+    import peft
+
+    number = int(folder.name[-1])
+    adapted = peft.get_peft_model(copy.deepcopy(peer), peft.LoraConfig(r=2 + number, lora_alpha=6, target_modules=target_modules, task_type="CAUSAL_LM"))
+    draw = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    adapted.save_pretrained(folder)
+    return adapted.eval(), LoRARequest(folder.name, number, str(folder))
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in ADAPTED])
+def test_requests_with_adapters_have_the_tokens_of_peft_and_in_one_batch_the_bits_of_each_alone(model_type: str, tmp_path: Path) -> None:
+    peer = saved(model_type, tmp_path / "base")
+    made = [adapter_of_peft(peer, tmp_path / f"adapter-{number}", ADAPTED[model_type]) for number in (1, 2)]
+    draw = torch.Generator().manual_seed(1)
+    # Two requests with one prompt: blocks of one adapter are not those of the other.
+    prompts = [torch.randint(3, 40, (n,), generator=draw).tolist() for n in (21, 34, 7)]
+    asked = [(prompts[0], 0), (prompts[1], None), (prompts[1], 1), (prompts[1], 0), (prompts[2], 1)]
+    requests = [None if which is None else made[which][1] for _, which in asked]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    options: dict[str, Any] = {"model_impl": "transformers", "skip_tokenizer_init": True, "max_model_len": 96, "enable_lora": True, "max_lora_rank": 4}
+
+    def results(llm: LLM, at: list[int]) -> list[Any]:
+        given = [{"prompt_token_ids": asked[i][0]} for i in at]
+        outputs = llm.generate(given, params, lora_request=[requests[i] for i in at], use_tqdm=False)
+        return [(list(o.outputs[0].token_ids), [next(iter(each.values())).logprob for each in o.outputs[0].logprobs or []]) for o in outputs]
+
+    with LLM(tmp_path / "base", max_loras=2, max_num_batched_tokens=16, max_num_seqs=4, **options) as llm:
+        mixed = results(llm, list(range(len(asked))))
+        llm.engine.check_integrity()
+    for i, (prompt, which) in enumerate(asked):
+        theirs = peer if which is None else made[which][0]
+        expected = theirs.generate(input_ids=torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        assert mixed[i][0] == expected
+    assert len({tuple(tokens) for tokens, _ in mixed}) == len(mixed)
+    with LLM(tmp_path / "base", max_loras=1, enable_prefix_caching=False, **options) as llm:
+        assert [results(llm, [i])[0] for i in range(len(asked))] == mixed
+
+
+def test_an_adapter_of_other_matrices_is_refused_with_those_of_the_module(tmp_path: Path) -> None:
+    saved("gpt_neox", tmp_path / "base")
+    write_adapter(tmp_path / "other", {"q_proj": (64, 64)}, 0, 2)
+    with LLM(tmp_path / "base", model_impl="transformers", skip_tokenizer_init=True, max_model_len=96, enable_lora=True) as llm:
+        says = r"has the tensor '.*layers\.0\.self_attn\.q_proj\.lora_A\.weight'; linear layers .* are query_key_value, dense, dense_h_to_4h, dense_4h_to_h$"
+        with pytest.raises(UserError, match=says):
+            llm.generate([{"prompt_token_ids": [1, 2]}], lora_request=LoRARequest("other", 1, str(tmp_path / "other")), use_tqdm=False)
 
 
 def test_the_command_generates_and_refuses_what_a_module_cannot_do_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -323,8 +323,9 @@ def test_verify_reads_all_that_a_draft_run_began_with_and_a_resume_refuses_what_
 
 
 def test_what_a_head_cannot_be_trained_with_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'parallel.world' is 2 and algorithm.name is 'draft', which trains a head beside one whole model; set it to 1"):
-        load_config(write_recipe(tmp_path, data, parallel={"data": 2}))
+    for axis in ("data", "tensor", "pipeline", "context"):
+        said = refused("train", str(write_recipe(tmp_path, data, parallel={axis: 2})), "--dry-run")
+        assert said.endswith(f"'parallel.{axis}' is 2 and algorithm.name is 'draft', which trains a head beside one whole model in one process; set it to 1")
     with pytest.raises(UserError, match="is not the folder of a run; name one of reinforcement learning"):
         list(rollouts_of(tmp_path / "nowhere", 0))
     with pytest.raises(UserError, match=r"'data.rollouts' is .*, which is not read: algorithm.name is 'sft'; set algorithm.name to draft"):

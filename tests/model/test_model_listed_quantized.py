@@ -14,13 +14,15 @@ from listed_families import SEQUENCES, Tiny, logits_of, packed_hidden, peer_logi
 from torch import Tensor, nn
 
 from tandem.kernels import select
+from tandem.kernels.quantized import plain_weight
 from tandem.layout.expert_shapes import SHARED_GATE
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model
 from tandem.model.huggingface.safetensors_file import read_file, write_file
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.model.layer import factor_of_norm
+from tandem.model.quantization.awq_layer import sampled_inputs, scale_layer
 from tandem.model.quantization.calibration import after_layer, chunks_of, inputs_of
 from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.load import load_quantized, projections_of
@@ -50,6 +52,45 @@ def test_calibration_sees_what_the_modules_of_transformers_read_and_computes_wha
         norm = factor_of_norm(decoder.norm.weight, decoder.shapes.norms_from_one)
         hidden = decoder.kernels.rms_norm(chunk.residual, norm, decoder.shapes.rms_norm_eps, decoder.shapes.centred_norms)
         assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", pytest.param("deepseek_v2", marks=pytest.mark.full)])
+def test_awq_scales_what_the_output_of_latent_and_linear_attention_reads_and_changes_no_logits_before_it_rounds(
+    family: str, tiny_of: Callable[[str], Tiny]
+) -> None:
+    decoder = load_model(tiny_of(family).folder, select("reference"))
+    shapes, index, scheme = decoder.shapes, 1, Scheme("int4", 0)
+    layer = decoder._layers()[index]
+    assert layer.o_proj is not None and layer.o_proj.weight is not None
+    with torch.no_grad():
+        # Some channels stand out, in all heads of linear attention.
+        if shapes.latent is not None:
+            assert layer.latent is not None and layer.latent.kv_b_proj.weight is not None
+            nope, size = shapes.latent.qk_nope_head_dim, shapes.latent.qk_nope_head_dim + shapes.latent.v_head_dim
+            layer.latent.kv_b_proj.weight.view(-1, size, shapes.latent.kv_lora_rank)[:, nope::5] *= 40
+        else:
+            assert layer.linear_attention is not None
+            layer.linear_attention.norm[::5] *= 40
+        exact, before = logits_of(decoder), {name: p.detach().clone() for name, p in decoder.named_parameters()}
+        chunks = list(chunks_of(decoder, SEQUENCES[::2] * 4))
+        chunks = [after_layer(decoder, 0, chunk) for chunk in chunks]
+        read = sampled_inputs(chunks, lambda chunk: inputs_of(decoder, index, layer.o_proj.weight, chunk))
+        scale_layer(decoder, index, chunks, scheme, torch.float32)
+        torch.testing.assert_close(logits_of(decoder), exact, rtol=1e-3, atol=1e-3)
+        output, own = f"layers.{index}.o_proj.weight", dict(decoder.named_parameters())
+        scales = (own[output] / before[output]).double().median(0).values
+        assert scales.max() / scales.min() > 2, "the channels that stand out have larger scales"
+        if shapes.latent is not None:
+            changed = own[f"layers.{index}.latent.kv_b_proj.weight"] / before[f"layers.{index}.latent.kv_b_proj.weight"]
+            changed = changed.view(-1, size, shapes.latent.kv_lora_rank)
+            assert (changed[:, :nope] == 1).all() and (changed.log2() == changed.log2().round()).all(), "what stays plain is multiplied without rounding"
+        else:
+            torch.testing.assert_close(scales.float(), (before[name := f"layers.{index}.linear_attention.norm"] / own[name]).repeat(4), rtol=1e-4, atol=1e-4)
+        wanted = read @ before[output].t()
+        nearest = plain_weight(round_to_nearest(before[output], scheme)).float()
+        scaled = plain_weight(round_to_nearest(own[output], scheme)).float() / scales.float()
+        errors = [float((read @ rounded.t() - wanted).square().mean()) for rounded in (scaled, nearest)]
+        assert errors[0] < 0.7 * errors[1]
 
 
 @pytest.mark.parametrize("method", ["int8", *(pytest.param(method, marks=pytest.mark.full) for method in CALIBRATED)])

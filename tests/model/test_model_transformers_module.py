@@ -23,6 +23,7 @@ from tandem.model.huggingface.model_folder import load_model, load_tensors, read
 from tandem.model.transformers_module.decoder import TransformersDecoder
 from tandem.model.transformers_module.read import from_json, to_json
 from tandem.trainer.optimizers.make import is_hidden, make_optimizer, matrices_of
+from tandem.trainer.optimizers.muon import Muon, newton_schulz
 from tandem.types import UserError
 
 BY_TRANSFORMERS = Implementation("transformers")
@@ -41,6 +42,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 64},
     "granite": {"hidden_size": 64, "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
     "granitemoe": {"hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granitemoeshared": {"hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "helium": {"hidden_size": 64, "head_dim": 16},
     "nanochat": {"hidden_size": 64, "final_logit_softcapping": 0.6},
@@ -170,7 +172,7 @@ def test_the_matrices_of_experts_in_one_parameter_are_those_of_the_folder(make_t
     stacks = matrices_of(decoder, list(stacked)).stacks
     assert {name: stack.rows for name, stack in stacks.items()} == stacked
     in_folder = load_model(make_tiny("granitemoe")[1], select("auto"), implemented_by=BY_TRANSFORMERS)
-    as_one = {"layers.1.block_sparse_moe.experts.gate_up_proj": (160,), "layers.1.block_sparse_moe.experts.down_proj": (64,)}
+    as_one = {"layers.1.block_sparse_moe.experts.gate_up_proj": (80, 80), "layers.1.block_sparse_moe.experts.down_proj": (64,)}
     assert {name: stack.rows for name, stack in matrices_of(in_folder, list(as_one)).stacks.items()} == as_one
     views, whole = dict(to_huggingface(decoder)), dict(decoder.named_parameters())["layers.1.mlp.experts.gate_up_proj"]
     assert views["model.layers.1.mlp.experts.5.up_proj.weight"].equal(whole[5, 40:])
@@ -216,6 +218,35 @@ def test_optimizers_update_routers_as_adamw_does(optimizer: Any, make_tiny: Any)
             updated.step(1e-2)
         routers[name] = {key: p.detach() for key, p in decoder.named_parameters() if key.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))}
     assert len(routers["adamw"]) == 4 and all(tensor.equal(routers["adamw"][key]) for key, tensor in routers[optimizer].items())
+
+
+GATED = {
+    "glm": {"mlp.gate_up_proj.weight": (80, 80), "mlp.down_proj.weight": (48,)},
+    "gpt2": {"attn.c_attn.weight": (64,), "mlp.c_fc.weight": (64,), "mlp.c_proj.weight": (256,)},
+    "gpt_neox": {"attention.query_key_value.weight": (192,), "mlp.dense_h_to_4h.weight": (80,), "mlp.dense_4h_to_h.weight": (64,)},
+    "granitemoe": {"block_sparse_moe.experts.gate_up_proj": (80, 80), "block_sparse_moe.experts.down_proj": (64,), "self_attn.q_proj.weight": (64,)},
+    "granitemoeshared": {"shared_mlp.input_linear.weight": (48, 48), "shared_mlp.output_linear.weight": (64,)},
+    "mixtral": {"mlp.experts.gate_up_proj": (80, 80), "mlp.experts.down_proj": (64,)},
+}  # fmt: skip
+"""By ``model_type``: the rows of each matrix in some parameters of a layer, as the class of transformers multiplies and divides them."""
+
+
+@pytest.mark.parametrize("model_type", GATED)
+def test_muon_orthogonalises_gate_and_up_apart_however_the_folder_stacks_them(model_type: str, make_tiny: Any) -> None:
+    decoder = load_model(make_tiny(model_type)[1], select("auto"), implemented_by=BY_TRANSFORMERS)
+    own = dict(decoder.named_parameters())
+    before = {name: p.detach().clone() for name, p in own.items()}
+    optimizer = make_optimizer(decoder, TrainerConfig(optimizer="muon", learning_rate=1e-2, weight_decay=0.0))
+    for name, parameter in own.items():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    assert isinstance(optimizer, Muon)
+    optimizer.step(1e-2)
+    for name, rows in GATED[model_type].items():
+        gradient, changed = own[f"layers.1.{name}"].grad, own[f"layers.1.{name}"].detach() - before[f"layers.1.{name}"]
+        assert optimizer.matrices.stacks[f"layers.1.{name}"].rows == rows and gradient is not None
+        # The first direction is a multiple of the gradient, and the polar factor does not depend on its length.
+        parts = [newton_schulz(part) * (0.2 * max(part.shape[-2:]) ** 0.5) for part in gradient.split(rows, -2)]
+        torch.testing.assert_close(changed, torch.cat(parts, -2) * -1e-2, rtol=1e-3, atol=1e-5)
 
 
 def test_what_is_estimated_of_a_mixture_is_what_a_token_visits(make_tiny: Any) -> None:

@@ -17,7 +17,8 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import adapter_of, load_model, load_tensors, read_tensors
-from tandem.model.huggingface.peft_folder import merged_tensors, save_adapter
+from tandem.model.huggingface.peft_folder import load_adapter, merged_tensors, save_adapter
+from tandem.model.lora import lora_batch, stack
 from tandem.types import UserError
 
 BY_TRANSFORMERS = Implementation("transformers")
@@ -107,6 +108,30 @@ def test_the_engine_has_the_bits_of_the_trainer_and_takes_an_adapter_alone(
         assert not expected[0].equal(packed_logits(alone, SEQUENCES)[0])
         for other in (packed_logits(served, SEQUENCES), paged_logits(served, SEQUENCES, chunks)):
             assert all(a.equal(b) for a, b in zip(expected, other, strict=True))
+
+
+@EACH_TYPE
+def test_a_written_adapter_has_the_bits_of_the_trainer_as_that_of_a_request(
+    model_type: str, peer_model: Callable[..., Any], tmp_path: Path, packed_logits: Callable[..., list[Tensor]]
+) -> None:
+    keys, lora = TYPES[model_type]
+    peer_model(model_type, **keys).save_pretrained(tmp_path / "base")
+    trained = load_model(tmp_path / "base", select("auto"), lora=lora, implemented_by=BY_TRANSFORMERS)
+    with torch.no_grad():
+        load_tensors(trained, drawn(trained.shapes))
+    save_adapter(adapter_of(trained), trained.shapes, tmp_path / "adapter", tmp_path / "base")
+    for packs in (False, True):
+        served = load_model(tmp_path / "base", select("auto"), pack=packs, implemented_by=BY_TRANSFORMERS)
+        adapter = load_adapter(tmp_path / "adapter", served.shapes, max_rank=8)
+        stacks = stack([None, adapter], served.shapes, served.kernels, 8, served.embed_tokens.detach())
+        bounds, tokens = torch.tensor([0, *map(len, SEQUENCES)]).cumsum(0).to(torch.int32), torch.cat(SEQUENCES)
+        slots = torch.cat([torch.full((len(s),), slot) for s, slot in zip(SEQUENCES, (1, -1, 1), strict=True)])
+        positions, context = torch.cat([torch.arange(len(s)) for s in SEQUENCES]), PackedContext(bounds, max(map(len, SEQUENCES)))
+        with torch.no_grad():
+            mixed = served.logits(served(tokens, positions, context, lora=lora_batch(stacks, slots, 2))).split([len(s) for s in SEQUENCES])
+            expected, alone = packed_logits(trained, SEQUENCES), packed_logits(served, SEQUENCES)
+        assert mixed[0].equal(expected[0]) and mixed[1].equal(alone[1]) and mixed[2].equal(expected[2])
+        assert not mixed[0].equal(alone[0])
 
 
 def test_matrices_that_the_module_does_not_have_are_refused_with_those_that_it_has(peer_model: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,25 @@ def test_steps_of_qwen3_next_are_its_layers_of_two_kinds_and_ranks_hold_what_the
     )
     # A longer context costs the 12 layers of softmax attention alone; as many sequences again read and write their states of 75 MiB too.
     assert 1e3 * (long - short) < states - short > 64 * 2 * state_bytes(shapes) / 4 / hardware.memory_bandwidth
+
+
+def test_a_serving_plan_counts_the_states_and_snapshots_that_an_engine_of_qwen3_next_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tandem.engine import settings
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.estimate.serving.engine_memory import predict_engine_memory
+    from tandem.estimate.serving.layout import ServingLayout
+
+    shapes, hardware = model_sizes(QWEN3_NEXT, "config.json"), load_hardware("B200")
+    layout = ServingLayout(tensor := 2, max_num_seqs=64, max_model_len=8192)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=hardware.memory_bytes))
+    resolved = settings.resolve(replace(layout.engine_args(), device="cuda"), shapes, torch.bfloat16)
+    memory = predict_engine_memory(shapes, layout, hardware)
+    assert (memory.num_blocks, memory.num_snapshots) == (resolved.num_blocks, resolved.state_snapshots) and memory.num_snapshots > 100
+    assert (memory.states, memory.snapshots) == tuple(count * state_bytes(shapes) // tensor for count in (64, memory.num_snapshots))
+    assert memory.kv_cache == memory.num_blocks * 16 * kv_bytes_per_token(shapes, "bfloat16") // tensor
+    assert memory.total == hardware.memory_bytes and memory.unused > 0
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """The serving simulator beside the real engine: the same decisions, step by step, and cases worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.engine.core.scheduler_output import SchedulerOutput
@@ -8,6 +10,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.estimate.serving.step_time import EngineStep
 from tandem.kernels import select
+from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
@@ -51,6 +54,47 @@ def test_the_simulator_decides_every_step_as_the_engine_does(monkeypatch: pytest
     decisions = [decision(output) for output in outputs if output.has_work]
     assert [decision(output) for output in simulated.outputs] == decisions
     assert len(decisions) > 50 and simulated.preemptions == sum(len(preempted) for _, _, preempted in decisions)
+
+
+LINEAR = LinearAttention((0,), num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8, kernel_size=4)
+
+
+@pytest.mark.parametrize("snapshots", [1, 4, 24])
+def test_the_simulator_finds_prefixes_of_linear_attention_where_the_engine_has_snapshots(monkeypatch: pytest.MonkeyPatch, snapshots: int) -> None:
+    options = SimulatedEngine(num_blocks=24, max_num_seqs=6, max_num_batched_tokens=48, state_snapshots=snapshots)
+    draws = draw_arrivals("long_prompts", 24, 1.0, 40, 24, seed=3, longest=96)
+    arrivals = [each._replace(at_s=0.0, shared_tokens=min(each.prompt_tokens - 1, 32 if n % 3 else 16)) for n, each in enumerate(draws)]
+    decoder = Decoder(replace(SHAPES, num_hidden_layers=2, linear_attention=LINEAR), select("auto"))
+    initialise(decoder, 0)
+    settings = EngineSettings(
+        96, options.num_blocks, max_num_seqs=6, max_num_batched_tokens=48, watermark=options.watermark, state_snapshots=snapshots, async_scheduling=False
+    )
+    engine = Engine(decoder, settings)
+    outputs, schedule = list[SchedulerOutput](), engine._scheduler.schedule
+
+    def recorded() -> SchedulerOutput:
+        outputs.append(schedule())
+        return outputs[-1]
+
+    monkeypatch.setattr(engine._scheduler, "schedule", recorded)
+    for number, arrival in enumerate(arrivals):
+        prompt = [1] * arrival.shared_tokens + [number + 2] * (arrival.prompt_tokens - arrival.shared_tokens)
+        engine.add_request(str(number), prompt, SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        engine.step()
+    simulated = simulate(arrivals, options, lambda step: step.rows, records=True)
+    assert [decision(output) for output in simulated.outputs] == [decision(output) for output in outputs if output.has_work]
+    every_block = simulate(arrivals, replace(options, state_snapshots=None), lambda step: step.rows)
+    assert 0 < simulated.cached_prompt_tokens < every_block.cached_prompt_tokens or snapshots == 1
+
+
+def test_a_prefix_of_linear_attention_is_found_at_a_snapshot_alone() -> None:
+    # The first prompt keeps its state after 192 tokens, the second, which leaves it at 160, keeps one there, from which the third goes on.
+    arrivals = [Arrival(float(1000 * index), 200, 2, shared_tokens=160) for index in range(3)]
+    found = simulate(arrivals, SimulatedEngine(64, state_snapshots=8), lambda step: step.rows)
+    assert [request.time_to_first_token_s for request in found.requests] == [200, 200, 40]
+    without = simulate(arrivals, SimulatedEngine(64, state_snapshots=0), lambda step: step.rows)
+    assert [request.time_to_first_token_s for request in without.requests] == [200, 200, 200]
 
 
 def test_one_request_takes_its_prompt_and_a_step_for_each_further_token() -> None:

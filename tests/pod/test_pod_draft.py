@@ -201,6 +201,7 @@ def test_a_head_that_is_trained_follows_a_policy_that_moves_and_one_that_stays_d
 REFUSED = {
     "rollout.engine.speculative_config=null": "'rollout.engine.speculative_config' is not given",
     "rollout.engine.speculative_config={method: suffix}": "has method 'suffix'; set it to {method: eagle3, model: FOLDER}",
+    "parallel.tensor=2": "'parallel.tensor' is 2 and section 'draft' is given, whose head is trained beside the whole policy on every rank; set it to 1",
     "parallel.pipeline=2": "'parallel.pipeline' is 2",
     "parallel={data: 2, zero: 3}": "'parallel.zero' is 3",
     "trainer.lora={rank: 2}": "'trainer.lora' is given",

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_a_template_cannot_reach_outside_its_sandbox(folder) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(UserError, match="refuses"):
         apply_chat_template(folder, MESSAGES)
+
+
+BROKEN = {
+    "parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "conditions": "{% if 1 %}" * 2000 + "{% endif %}" * 2000, "break": "{% break %}",
+    "not closed": "{% if x", "filter": "{{ messages|none_such }}", "tag": "{% do 1 %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_template_that_python_or_jinja_cannot_compile_is_named_in_one_line(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(BROKEN[kind])
+    with pytest.raises(UserError, match=r"the chat template of '.*' is broken: .+; save the tokenizer again, or correct the template$") as refused:
+        apply_chat_template(tmp_path, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(refused.value)

@@ -11,6 +11,7 @@ import torch
 from tandem.config.engine import AttentionBackend
 from tandem.config.implementation import OWN, Implementation
 from tandem.config.lora import LoraConfig
+from tandem.estimate.model_bytes import weight_bytes
 from tandem.kernels import KernelChoice, select, why_reference
 from tandem.kernels.mixed import Precision, emulation_note, in_precision
 from tandem.layout.shapes import adapted_shapes
@@ -22,6 +23,7 @@ from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.formats import INT4_LAYOUTS, CheckpointFormat, read_format
 from tandem.model.quantization.load import load_quantized, scheme_of
 from tandem.model.quantization.scheme import scheme_named
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.types import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -93,10 +95,13 @@ def load_decoder(
             model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, heads=heads, lora=lora, seed=seed,
             implemented_by=implemented_by,
         )
+    shapes = adapted_shapes(read_shapes(model, heads, implemented_by), lora)
+    if (size := weight_bytes(shapes, str(dtype).removeprefix("torch."))) > (held := total_bytes()) and torch.device(device).type == "cpu":
+        raise UserError(f"model '{model}' has weights of {size / 2**30:,.1f} GiB, and this machine has {held / 2**30:,.1f} GiB; choose a smaller model")
     if implemented_by.is_transformers:
         decoder = unfilled_model(model, chosen, dtype=dtype, device=device, lora=lora, implemented_by=implemented_by)
     else:
-        decoder = Decoder(adapted_shapes(read_shapes(model, heads), lora), chosen, dtype=dtype, device=device, group=group)
+        decoder = Decoder(shapes, chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)
     decoder.quantization = scheme
     return decoder

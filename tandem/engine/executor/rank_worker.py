@@ -18,7 +18,7 @@ from tandem.kernels import CacheLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
-from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
+from tandem.model.lora import Adapter, LoraBatch, Stacks, stack
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.weight_digests import weight_digests
 from tandem.runtime.machine.heap import give_back
@@ -38,7 +38,7 @@ class RankWorker:
     caches: list[CacheLayer]
     host: list[CacheLayer]
     adapters: list[Adapter | None]
-    lora_layers: list[LoraLayer]
+    lora_stacks: Stacks
     hidden: torch.Tensor
     weights: RankWeights | None = None
 
@@ -71,7 +71,7 @@ class RankWorker:
     def load(self, meta: Meta, blobs: Blobs) -> None:
         self.decoder = self.settings.load(self.group)
         self.decoder.pack()
-        self.adapters, self.lora_layers = [], []
+        self.adapters, self.lora_stacks = [], Stacks([], {})
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """Allocates the KV cache and its swap space."""
@@ -83,7 +83,7 @@ class RankWorker:
         step = decode_step(meta, blobs)
         batch = input_to_device(step.batch, device)
         if step.adapted is not None:
-            batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in step.adapted)))
+            batch = batch._replace(lora=LoraBatch(self.lora_stacks, *(part.to(device) for part in step.adapted)))
         with torch.inference_mode():
             apply_moves(self.caches, self.host, step.moves)
         self.hidden = forward(self.decoder, self.caches, batch, step.draws, step.scores).hidden
@@ -104,7 +104,7 @@ class RankWorker:
         if len(self.adapters) != meta["slots"]:
             self.adapters = [None] * meta["slots"]
         self.adapters[meta["slot"]] = Adapter(meta["r"], pairs, "") if pairs else None
-        self.lora_layers = stack(self.adapters, decoder.shapes, decoder.kernels, meta["max_rank"], like, decoder.shard_spec)
+        self.lora_stacks = stack(self.adapters, decoder.shapes, decoder.kernels, meta["max_rank"], like, decoder.shard_spec)
 
     def update_weights(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device

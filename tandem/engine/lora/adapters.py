@@ -10,7 +10,7 @@ from tandem.engine.executor.ranks import Ranks
 from tandem.engine.lora.request import LoRARequest
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.peft_folder import CONFIG, WEIGHTS, load_adapter
-from tandem.model.lora import Adapter, LoraBatch, LoraLayer, lora_batch, stack
+from tandem.model.lora import Adapter, LoraBatch, Stacks, lora_batch, stack
 from tandem.types import UserError
 
 Signature = list[tuple[int, int] | None]
@@ -26,7 +26,7 @@ class Adapters:
         self._used = [0] * max_loras
         self._signatures: dict[str, Signature] = {}
         self._clock = itertools.count(1)
-        self._layers: list[LoraLayer] = []
+        self._stacks = Stacks([], {})
         self._stack()
 
     def digests(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Adapters:
 
     def batch(self, slots: list[int]) -> LoraBatch | None:
         """Returns the LoRA batch of tokens with these ``slots`` (-1: no adapter), ``None`` if none has an adapter."""
-        batch, device = lora_batch(self._layers, torch.tensor(slots), self.max_loras), self._like.device
+        batch, device = lora_batch(self._stacks, torch.tensor(slots), self.max_loras), self._like.device
         if batch is None or device.type == "cpu":
             return batch
         return batch._replace(rows=batch.rows.to(device), bounds=batch.bounds.to(device))
@@ -113,7 +113,7 @@ class Adapters:
 
     def _stack(self) -> None:
         adapters, decoder = [None if held is None else held[1] for held in self._slots], self._decoder
-        self._layers = stack(adapters, decoder.shapes, decoder.kernels, self.max_rank, self._like, decoder.shard_spec)
+        self._stacks = stack(adapters, decoder.shapes, decoder.kernels, self.max_rank, self._like, decoder.shard_spec)
 
 
 def _signature(folder: str) -> Signature:

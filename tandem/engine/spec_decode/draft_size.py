@@ -12,7 +12,7 @@ from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.hub import INDEX, WEIGHTS
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.multi_token_config import check_predictor, layer_shapes
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.model.model_source import commit_of, found_model
 from tandem.types import UserError
 from tandem.types.dtypes import DTYPE_BYTES

@@ -14,7 +14,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import fill_eagle3, load_eagle3
 from tandem.model.huggingface.model_folder import read_tensors
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.types import UserError
 
 _TABLE = "model.embed_tokens.weight"

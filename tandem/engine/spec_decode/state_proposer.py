@@ -12,7 +12,7 @@ from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, prefill_input, span_input
 from tandem.engine.kv_cache.cache_tensors import make_cache_of
 from tandem.engine.spec_decode.draw_drafts import draw_drafts
-from tandem.engine.spec_decode.unread_states import UnreadStates
+from tandem.engine.spec_decode.unread_states import Span, UnreadStates
 from tandem.kernels.api import CacheLayer, Kernels
 from tandem.kernels.mixed import activation_dtype
 from tandem.layout.shapes import ModelShapes
@@ -117,14 +117,16 @@ class StateProposer:
         drafts: list[list[int]] = [[] for _ in sequences]
         lengths = [int(length) for length in self._batch.host.length[[sequence.row for sequence in sequences]]]
         # Without the state before the last token, as after a step whose states were not kept, it has nothing to start from.
-        at = [i for i, s in enumerate(sequences) if s.unread_states is not None and s.unread_states.parts and s.unread_states.end == lengths[i] - 1]
+        at = [i for i, s in enumerate(sequences) if s.unread_states is not None and s.unread_states.holds(lengths[i] - 2)]
         if not at:
             return drafts
-        unread = [sequences[i].unread_states for i in at]
-        starts = [each.first for each in unread if each is not None]
-        states = self.head.combined(torch.cat([each.take() for each in unread if each is not None]))
-        prompts = [len(sequences[i].request.prompt_token_ids) for i in at]
-        feed = self._batch.tokens_since([sequences[i] for i in at], [start + 1 - prompt for start, prompt in zip(starts, prompts, strict=True)])
+        taken = [(sequences[i], span) for i in at for span in sequences[i].unread_states.take()]
+        newest = [place for place, (sequence, span) in enumerate(taken) if span.end == sequence.unread_states.end]
+        older = [each for place, each in enumerate(taken) if place not in newest]
+        if older:
+            # What it computes at these positions is not needed, only their keys and values.
+            self._read(older)
+        feed, starts, states = self._spans([taken[place] for place in newest])
         while at:
             selected = self._batch.select(tuple(sequences[i].row for i in at))
             states = self._compute(span_input(self._batch.on_device, selected.index, feed, starts), states)
@@ -136,6 +138,17 @@ class StateProposer:
             states = states if len(left) == len(at) else states[left]
             at, starts, feed = [at[place] for place in left], [ends[place] for place in left], [[tokens[place]] for place in left]
         return drafts
+
+    def _spans(self, spans: list[tuple[Sequence, Span]]) -> tuple[list[list[int]], list[int], Tensor]:
+        """Returns what the head reads in ``spans``: the tokens after their positions, their first positions, and their states one after the other [T, H]."""
+        firsts = [span.first + 1 - len(sequence.request.prompt_token_ids) for sequence, span in spans]
+        tokens = self._batch.tokens_since([sequence for sequence, _ in spans], firsts)
+        feed = [known[: len(span.states)] for known, (_, span) in zip(tokens, spans, strict=True)]
+        return feed, [span.first for _, span in spans], self.head.combined(torch.cat([span.states for _, span in spans]))
+
+    def _read(self, spans: list[tuple[Sequence, Span]]) -> None:
+        feed, starts, states = self._spans(spans)
+        self._compute(span_input(self._batch.on_device, torch.tensor([sequence.row for sequence, _ in spans]), feed, starts), states)
 
     def _compute(self, batch: ModelInput, states: Tensor) -> Tensor:
         """Returns the head's states [R, H] of the last token of each sequence of ``batch``."""

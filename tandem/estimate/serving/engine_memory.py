@@ -1,8 +1,10 @@
 """The memory of each GPU of an engine, and the blocks of KV cache that it leaves. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from tandem.estimate.count_bytes import running_state_bytes
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.model_bytes import kv_bytes_per_token, state_bytes, state_snapshots
 from tandem.estimate.pod_gpu import (
     ENGINE_CONTEXT_BYTES,
     cache_tokens_beside,
@@ -10,7 +12,7 @@ from tandem.estimate.pod_gpu import (
     engine_weight_bytes,
     engine_working_bytes,
 )
-from tandem.estimate.serving.kv_cache import cached_token_bytes, held_tokens
+from tandem.estimate.serving.kv_cache import cached_token_bytes, held_tokens, token_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import UNQUANTIZED, quantized_weight_bytes
 from tandem.layout.shapes import ModelShapes
@@ -21,7 +23,8 @@ from tandem.types.kv_cache import BLOCK_TOKENS
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """Bytes of one GPU, which add up to ``total``. ``context``: CUDA's context, libraries and graphs. ``unused``: what ``gpu_memory_utilization`` leaves to
-    fragmentation and other programs. ``num_blocks``: of the KV cache."""
+    fragmentation and other programs. ``states``: of linear attention, of the sequences that run; ``snapshots``: those in the prefix cache. ``num_blocks``,
+    ``num_snapshots``: of the KV cache, of an engine."""
 
     weights: int
     kv_cache: int
@@ -29,10 +32,17 @@ class EngineMemory:
     context: int
     unused: int
     num_blocks: int
+    states: int = 0
+    snapshots: int = 0
+    num_snapshots: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.activations + self.context + self.unused
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Returns the bytes by kind, of those that the model has."""
+        return {field.name: size for field in fields(self) if not field.name.startswith("num_") and (size := getattr(self, field.name))}
 
     @property
     def cache_tokens(self) -> int:
@@ -58,6 +68,12 @@ def predict_engine_memory(shapes: ModelShapes, layout: ServingLayout, hardware: 
             f"cache in {share:,.1f} GiB, and one sequence has up to {length:,}; use more GPUs, fewer bits, or a smaller max_model_len"
         )
     blocks = tokens // BLOCK_TOKENS
-    cache, working = blocks * BLOCK_TOKENS * token // ranks, engine_working_bytes(shapes, args) // ranks
-    used = weights // ranks + cache + working + ENGINE_CONTEXT_BYTES
-    return EngineMemory(weights // ranks, cache, working, ENGINE_CONTEXT_BYTES, hardware.memory_bytes - used, blocks)
+    states = running_state_bytes(shapes, args)
+    own = blocks * BLOCK_TOKENS * kv_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
+    # As ``tandem.engine.settings.resolve`` counts them.
+    num_snapshots = min(blocks, state_snapshots(shapes, own)) if args.finds_prefixes else 0
+    memory = EngineMemory(
+        weights // ranks, blocks * BLOCK_TOKENS * token_bytes(shapes, layout) // ranks, (engine_working_bytes(shapes, args) - states) // ranks,
+        ENGINE_CONTEXT_BYTES, 0, blocks, states // ranks, num_snapshots * state_bytes(shapes) // ranks, num_snapshots,
+    )  # fmt: skip
+    return replace(memory, unused=hardware.memory_bytes - memory.total)

@@ -26,6 +26,7 @@ from tandem.jobs.checks.check_run import (
     check_folder,
     check_model_on_mesh,
     check_offload,
+    check_start_weights,
     check_targets,
     describe_offloaded,
     folder_to_check,
@@ -58,6 +59,8 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder, implemented_by=recipe.model.implemented_by)
+        if recipe.model.path:
+            check_start_weights(recipe.model.path, folder, shapes)
         shapes = adapted_shapes(shapes, recipe.trainer.lora)
         spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:

@@ -25,6 +25,7 @@ from tandem.jobs.checks.check_run import (
     check_folder,
     check_model_on_mesh,
     check_offload,
+    check_start_weights,
     check_storage,
     check_targets,
     describe_offloaded,
@@ -37,7 +38,6 @@ from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
-from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_json, read_shapes
 from tandem.model.model_source import found_model
 from tandem.model.quantization.formats import decoded_blocks
@@ -218,16 +218,14 @@ def _check_own_storage(url: str) -> None:
 
 
 def _check_folder(model: ModelConfig, folder: Path) -> None:
-    """Raises ``UserError`` for a folder that is not the whole of ``model``. The weights of one of the Hub were seen there, and may not be here for a dry
-    run."""
-    shapes, is_of_hub = read_shapes(folder, implemented_by=model.implemented_by), hub_model(model.path or "") is not None
+    """Raises ``UserError`` for a folder that is not the whole of ``model``."""
+    shapes = read_shapes(folder, implemented_by=model.implemented_by)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > shapes.vocab_size:
         raise UserError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
         )
-    if not is_of_hub and not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
+    check_start_weights(model.path or "", folder, shapes)
 
 
 def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes) -> None:

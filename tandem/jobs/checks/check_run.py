@@ -15,8 +15,11 @@ from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.shapes import ModelShapes
+from tandem.model.huggingface.hub import hub_model
+from tandem.model.huggingface.weight_files import check_weights
 from tandem.model.model_source import found_model
 from tandem.model.new_model import folder_without_weights
+from tandem.model.quantization.formats import read_format
 from tandem.model_registry.open import open_registry
 from tandem.runtime.machine.gpus import Device
 from tandem.runtime.process.processes import available_cores
@@ -36,6 +39,15 @@ def folder_to_check(model: ModelConfig) -> Iterator[Path]:
     if not folder.is_dir():
         raise UserError(f"'model.path' is '{folder}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     yield folder
+
+
+def check_start_weights(name: str, folder: Path, shapes: ModelShapes) -> None:
+    """Raises ``UserError`` where the weights in ``folder``, of the model that a recipe calls ``name``, are quantized, or do not match its ``config.json``, of
+    ``shapes``. The files of a model of the Hub were seen there, and may not be here for a dry run."""
+    if shapes.transformers is None and read_format(folder) is not None:
+        raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
+    if hub_model(name) is None:
+        check_weights(folder, shapes)
 
 
 def check_model_on_mesh(shapes: ModelShapes, parallel: ParallelConfig, trainer: TrainerConfig) -> Sequence[Span]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tandem.config.implementation import OWN, Implementation
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
+from tandem.jobs.checks.check_run import check_start_weights
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
@@ -21,6 +22,7 @@ def check_value_model(
     if not folder.is_dir():
         raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     shapes = read_shapes(folder, "any", implemented_by)
+    check_start_weights(path, folder, shapes)
     if needs_head and shapes.language_head:
         raise UserError(
             f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "

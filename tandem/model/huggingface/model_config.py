@@ -38,6 +38,8 @@ ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "lab
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in ``path``. Raises ``UserError`` if there is none."""
+    if path.parent.is_file():
+        raise UserError(f"'{path.parent}' is a file; name the Hugging Face folder with its {path.name}")
     try:
         return read_json_object(path, "download the folder again")
     except FileNotFoundError:

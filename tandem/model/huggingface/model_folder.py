@@ -24,10 +24,12 @@ from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.described import DescribedModel
 from tandem.model.drawn import new_adapter
 from tandem.model.family import all_families
+from tandem.model.huggingface.hub import WEIGHTS
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
 from tandem.model.huggingface.stacked_experts import ExpertStacks, stacks_of_folder
 from tandem.model.huggingface.stacked_matrices import Stacks
+from tandem.model.huggingface.weight_files import FURTHER_TOKENS, check_weights, weight_files
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -49,10 +51,7 @@ __all__ = [
     "to_huggingface",
 ]
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADS = ("lm_head.", "score.")
-FURTHER_TOKENS = "mtp."
-"""What the names of modules of multi-token prediction begin with that are not among the layers; transformers leaves them out too."""
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None, *, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -61,22 +60,7 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
     first tensor if a file is missing, and while reading if one is broken."""
     folder = Path(folder)
     stacks = _stacks_of(folder) if stacked else None
-    shards: dict[str, list[str] | None] = {}
-    if (folder / WEIGHTS).is_file():
-        shards[WEIGHTS] = None
-    elif (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise UserError(f"'{folder / INDEX}' has no usable weight_map; download the folder again")
-        for name, shard in weight_map.items():
-            names = shards.setdefault(shard, [])
-            assert names is not None
-            names.append(name)
-    else:
-        raise UserError(f"'{folder}' has neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
-    for shard in shards:
-        if Path(shard).name != shard or not (folder / shard).is_file():
-            raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
+    shards = weight_files(folder)
     wanted, blocks = is_wanted if stacks is None else stacks.wanted(is_wanted), _blocks_of(folder)
     wanted = wanted if blocks is None else wanted_with_scales(wanted)
     tensors: Iterator[tuple[str, Tensor]] = chain.from_iterable(read_file(folder / shard, listed, wanted) for shard, listed in shards.items())
@@ -323,6 +307,7 @@ def load_model(
     """Returns the model of a Hugging Face folder, one rank's shard of it or its pipeline stages; with ``pack`` packed for inference,
     rounded as ``quantization`` says. ``heads``: those that it may have. ``lora``: a new adapter beside the weights, drawn from
     ``seed``. ``implemented_by``: who computes it. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
+    check_weights(Path(folder), read_shapes(folder, heads, implemented_by))
     decoder = unfilled_model(
         folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora, implemented_by=implemented_by
     )

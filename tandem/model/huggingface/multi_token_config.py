@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.hub import INDEX, WEIGHTS
 from tandem.model.huggingface.model_config import read_json
-from tandem.model.huggingface.tensor_names import tensor_names
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.model.quantization.formats import is_packed_config
 from tandem.types import UserError
 

@@ -19,7 +19,7 @@ from tandem.layout.parameters import linear_matrices, matrix_name, parameters
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file, write_file
-from tandem.model.lora import Adapter
+from tandem.model.lora import ANY_LAYER, Adapter
 from tandem.model.quantization.scheme import round_to_nearest, scheme_named
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.runtime.process.temporary import whole_folder
@@ -30,6 +30,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name that a parameter has in transformers."""
 _NAME = re.compile(r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|linear_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight")
+_NAME_IN_MODULE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _ADAPTED = tuple(f"{name}.weight" for name in ("_proj", "_proj_with_mqa", *PROJECTIONS))
 """What the names of matrices end with that an adapter can change."""
 _PLAIN: dict[str, object] = {
@@ -75,26 +76,44 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     if rank > max_rank:
         raise UserError(f"adapter '{folder}' has rank {rank}; this engine allows at most {max_rank}; raise max_lora_rank")
     scale = LoraConfig(rank, alpha, use_rslora=bool(config.get("use_rslora"))).scale
+    names = _names_in_module if shapes.transformers is not None else _names
     pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, tensor in read_file(Path(folder) / WEIGHTS):
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up, down and linear_attn's projections")
-        pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
+        matrix, side = names(shapes, name, folder)
+        pairs.setdefault(matrix, {})[side] = tensor
     if not pairs:
         raise UserError(f"adapter '{folder}' has no matrices; train it with target_modules")
     matrices, whole = {}, {name: shape for name, shape in parameters(shapes) if name.endswith(_ADAPTED)}
     for (layer, module), pair in pairs.items():
         if module == WITHIN_HEADS:
             raise UserError(f"adapter '{folder}' changes '{module}', which is multiplied head by head, for all requests at once; merge it into the model")
-        rows, columns = _shape_of(shapes, whole, layer, module, folder)
+        in_module = shapes.transformers
+        rows, columns = _shape_of(shapes, whole, layer, module, folder) if in_module is None else in_module.shape_of(f"{module}.weight")
         for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             if side not in pair or tuple(pair[side].shape) != shape:
                 given = list(pair[side].shape) if side in pair else "missing"
-                where = f"lora_{side} of '{module}' in layer {layer}"
+                where = f"lora_{side} of '{module}'" + ("" if layer == ANY_LAYER else f" in layer {layer}")
                 raise UserError(f"adapter '{folder}': {where} is {given}; this model requires {list(shape)}")
         matrices[layer, module] = (pair["A"], pair["B"].to(torch.promote_types(pair["B"].dtype, torch.float32)) * scale)
     return Adapter(rank, matrices, digest)
+
+
+def _names(_: ModelShapes, name: str, folder: str | Path) -> tuple[tuple[int, str], str]:
+    """Returns the key in ``Adapter.matrices`` of the tensor ``name`` of an adapter, and its side (A or B). Raises ``UserError`` for another name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up, down and linear_attn's projections")
+    return (int(match[1]), match[2]), match[3]
+
+
+def _names_in_module(shapes: ModelShapes, name: str, folder: str | Path) -> tuple[tuple[int, str], str]:
+    """Does ``_names`` for a module of transformers."""
+    assert shapes.transformers is not None
+    match = _NAME_IN_MODULE.fullmatch(name)
+    if match is None or match[1] not in shapes.transformers.linears:
+        adaptable = ", ".join(shapes.transformers.adaptable) or "none"
+        raise UserError(f"adapter '{folder}' has the tensor '{name}'; linear layers of this model that an adapter can change are {adaptable}")
+    return (ANY_LAYER, match[1]), match[2]
 
 
 def _shape_of(shapes: ModelShapes, whole: dict[str, tuple[int, ...]], layer: int, module: str, folder: str | Path) -> tuple[int, ...]:

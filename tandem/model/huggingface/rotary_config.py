@@ -35,6 +35,9 @@ def read_rotaries(read: ConfigReader, max_position_embeddings: int, family: Fami
     scaling of the first alone, transformers 5 both by the kind of layer."""
     given = read.config.get("rope_parameters")
     if not family.rotary_by_window:
+        inside, beside = given.get("rope_theta") if isinstance(given, dict) else None, read.config.get("rope_theta")
+        if inside is not None and beside is not None and inside != beside:
+            raise read.fail("rope_theta", beside, f"rope_parameters has rope_theta {inside!r}; remove one of them")
         rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta, family.rope_scaling))
         return rotary, rotary
     is_by_kind = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())

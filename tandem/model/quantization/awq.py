@@ -16,17 +16,19 @@ CLIP_STEPS = tuple(1.0 - i / 20 for i in range(10))
 SAMPLED_TOKENS = 512
 
 
-def search_scales(weight: Tensor, x: Tensor, scheme: Scheme, powers_of_2: bool = False) -> Tensor:
+def search_scales(weight: Tensor, x: Tensor, scheme: Scheme, powers_of_2: bool = False, heads: int = 1) -> Tensor:
     """Returns the scales [K] for the input channels of ``weight[N, K]`` under inputs ``x[T, K]``: ``s = mean |x|^a``, with the a in [0, 1)
-    of the smallest output error (equations 4 and 5). All 1 for a = 0. ``powers_of_2``: rounded to those, which change no bit of a product."""
-    magnitude = x.abs().mean(0).clamp_min(1e-4)
+    of the smallest output error (equations 4 and 5). All 1 for a = 0. ``powers_of_2``: rounded to those, which change no bit of a product.
+    ``heads``: the channels are those of so many heads side by side, which share scales [K / heads]."""
+    magnitude = x.abs().mean(0).view(heads, -1).mean(0).clamp_min(1e-4)
     truth = x @ weight.t()
-    best, best_error = torch.ones(weight.shape[1]), float("inf")
+    best, best_error = torch.ones_like(magnitude), float("inf")
     for step in range(GRID):
         scales = magnitude.pow(step / GRID).clamp_min(1e-4)
         scales = scales / (scales.max() * scales.min()).sqrt()
         scales = scales.log2().round().exp2() if powers_of_2 else scales
-        rounded = plain_weight(round_to_nearest(weight * scales, scheme)) / scales
+        every = scales.repeat(heads)
+        rounded = plain_weight(round_to_nearest(weight * every, scheme)) / every
         error = float((x @ rounded.t() - truth).square().mean())
         if error < best_error:
             best, best_error = scales, error

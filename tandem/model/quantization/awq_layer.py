@@ -15,12 +15,12 @@ from tandem.model.quantization.scheme import Scheme
 
 
 def scale_layer(decoder: Decoder, index: int, chunks: Sequence[Chunk], scheme: Scheme, dtype: torch.dtype) -> None:
-    """Searches the scales of the inputs of each matrix and folds their inverse into the operation that computes the inputs: a norm, the rows of v, or those of
-    up. All matrices that read a norm share its scales, experts too; one that stays plain, as a router, is multiplied with them. ``dtype``: of the norms in
-    the folder.
+    """Searches the scales of the inputs of each matrix and folds their inverse into the operation that computes the inputs: a norm, the rows of v (in latent
+    attention of ``kv_b_proj``), or those of up. All matrices that read a norm share its scales, experts too; one that stays plain, as a router, is multiplied
+    with them. ``dtype``: of the norms in the folder.
 
-    With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not scaled; nor are the outputs of latent and linear
-    attention, which come from heads that share weights."""
+    With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not scaled. The heads of linear attention share a norm before
+    it, and so the scales."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     sample = lambda weight: sampled_inputs(chunks, lambda chunk: inputs_of(decoder, index, weight, chunk))
     attention, beside = _attention_matrices(layer)
@@ -28,6 +28,11 @@ def scale_layer(decoder: Decoder, index: int, chunks: Sequence[Chunk], scheme: S
     both = shapes.parallel_blocks
     norms, into_attention = layer.norms(), sample(attention[0])
     _scale_normed(norms["input_layernorm"], (*attention, *(mlp if both else ())), (*beside, *(routers if both else ())), into_attention, shapes, scheme, dtype)
+    if layer.latent is not None:
+        _scale_latent_output(layer, shapes, sample(_weight(layer.o_proj)), scheme)
+    if layer.linear_attention is not None:
+        output, norm, heads = _weight(layer.o_proj), layer.linear_attention.norm, layer.linear_attention.sizes.num_value_heads
+        output.data.mul_(fold_into_norm(norm, search_scales(output, sample(output), scheme, heads=heads), False, dtype).repeat(heads))
     if layer.latent is not None and layer.latent.q_a_norm is not None and layer.latent.q_b_proj is not None:
         second = _weight(layer.latent.q_b_proj)
         second.mul_(fold_into_norm(layer.latent.q_a_norm, search_scales(second, sample(second), scheme), False, dtype))
@@ -49,6 +54,18 @@ def scale_layer(decoder: Decoder, index: int, chunks: Sequence[Chunk], scheme: S
             if len(x) >= FEWEST_TOKENS:
                 down = layer.experts.down_proj[expert]
                 _scale_rows(layer.experts.gate_up_proj[expert], None if biases is None else biases[expert], down, search_scales(down, x, scheme))
+
+
+def _scale_latent_output(layer: Layer, shapes: ModelShapes, x: Tensor, scheme: Scheme) -> None:
+    """Scales the inputs ``x`` of the output of latent attention, each of which a row of ``kv_b_proj`` computes for one head. By powers of 2, because that stays
+    plain."""
+    latent = shapes.latent
+    assert layer.latent is not None and latent is not None
+    output, before = _weight(layer.o_proj), _weight(layer.latent.kv_b_proj)
+    scales = search_scales(output, x, scheme, powers_of_2=True)
+    values = before.data.view(-1, latent.qk_nope_head_dim + latent.v_head_dim, latent.kv_lora_rank)[:, latent.qk_nope_head_dim :]
+    values.div_(scales.view(-1, latent.v_head_dim, 1))
+    output.data.mul_(scales)
 
 
 def scales_up(shapes: ModelShapes) -> bool:

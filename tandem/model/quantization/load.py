@@ -16,6 +16,7 @@ from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface, wanted_of
 from tandem.model.huggingface.stacked_experts import stacks_of_folder
+from tandem.model.huggingface.weight_files import check_weights
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization import bitsandbytes
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
@@ -49,6 +50,7 @@ def load_quantized(
     """Returns the model of a quantized folder, or one rank's rows of it, packed. Raises ``UserError`` naming the tensor that is missing or
     wrong."""
     shapes = read_shapes(folder)
+    check_weights(Path(folder), shapes)
     decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
     decoder.quantization = scheme_of(stored)
     try:

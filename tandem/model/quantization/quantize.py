@@ -14,8 +14,9 @@ from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.layout.parameters import parameters
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.hub import WEIGHTS
 from tandem.model.huggingface.model_config import read_json
-from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, to_huggingface
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.quantization import calibration

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import AttentionContext, AttentionLayer, Rotation, attend
+from tandem.model.lora import LoraBatch
 
 NAME = "tandem"
 """The name of the attention function in transformers' ``AttentionInterface``."""
@@ -18,13 +19,14 @@ _PLACE = "_tandem_attention"
 
 class Computing:
     """What the replaced parts of one module compute with: the ``kernels``, and during a forward pass its ``context`` and ``kv_dtype``, the dtype that packed
-    keys and values are rounded to. ``has_adapter``: linear layers add the adapter that they have."""
+    keys and values are rounded to. ``has_adapter``: linear layers add the adapter that they have. ``lora``: the rows with adapters of requests."""
 
     def __init__(self, shapes: ModelShapes, kernels: Kernels) -> None:
         self.shapes, self.kernels = shapes, kernels
         self.context: AttentionContext | None = None
         self.kv_dtype: torch.dtype | None = None
         self.has_adapter = True
+        self.lora: LoraBatch | None = None
         self.rotation: Rotation | None = None
 
     def begin(self, kernels: Kernels, context: AttentionContext, kv_dtype: torch.dtype, tokens: Tensor) -> None:

@@ -90,10 +90,11 @@ class TransformersDecoder(Decoder):
         lora: LoraBatch | None = None, span: Any = None, received: Tensor | None = None, aux: Any = None,
     ) -> Tensor:  # fmt: skip
         """Computes as ``Decoder.forward``. Raises ``ValueError`` if a packed sequence is longer than the model's context."""
-        assert lora is None and received is None and router_logits is None and aux is None
+        assert received is None and router_logits is None and aux is None
+        self.computing.lora = lora
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
             raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
-        is_trained = isinstance(attention, PackedContext) and not self._is_packed
+        is_trained = isinstance(attention, PackedContext) and not self._is_packed and lora is None
         with contextlib.nullcontext() if is_trained else torch.no_grad():
             hidden = self._compute(tokens, positions, attention)
         return hidden if attention.wanted is None else hidden.index_select(0, attention.wanted)

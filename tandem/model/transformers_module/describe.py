@@ -3,16 +3,19 @@
 As a program (``python -m tandem.model.transformers_module.describe FOLDER TRUST``) it prints the description as JSON, for processes that have not imported
 torch."""
 
+import contextlib
 import json
+import math
 import re
 import reprlib
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -22,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.layout.transformers_module import TransformersModule
+from tandem.model.huggingface.weight_files import read_header
 from tandem.model.transformers_module.attention import NAME, attention
 from tandem.model.transformers_module.experts import STACKED, experts, is_mixture, observed_experts
 from tandem.model.transformers_module.folder_names import Stored, stored_tensors
@@ -33,6 +37,7 @@ from tandem.model.transformers_module.probe import PROBE, Call, observe, observe
 from tandem.model.transformers_module.read import to_json
 from tandem.types import UserError
 
+_ABOVE_0 = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
 _DYNAMIC = ("dynamic", "longrope")
 """Scalings of rotary frequencies that depend on the longest sequence of a batch."""
 
@@ -47,7 +52,8 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 def read_config(folder: str | Path, trust_remote_code: bool) -> Any:
     """Returns the configuration of transformers. Raises ``UserError`` if it cannot be read."""
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        with quiet():
+            return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise UserError(f"its config.json is not read by transformers ({one_line(error)})") from None
 
@@ -55,13 +61,26 @@ def read_config(folder: str | Path, trust_remote_code: bool) -> Any:
 def new_module(config: Any, function: str, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool) -> Any:
     """Returns the causal language model of ``config`` with uninitialised weights in ``dtype``, whose attention and experts are ``function``."""
     functions = {"attn_implementation": function, "experts_implementation": function}
-    with torch.device(device), _without_initialisation():
+    with quiet(), torch.device(device), _without_initialisation():
         network = AutoModelForCausalLM.from_config(config, **functions, dtype=dtype, trust_remote_code=trust_remote_code)
     for parameter in network.parameters():
         # Some classes make their routers in fp32.
         parameter.data = parameter.data.to(dtype)
     network.tie_weights()
     return network.eval()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Is a context in which transformers says nothing of a configuration: what is wrong with it is refused in a line."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def _without_initialisation() -> Any:
@@ -92,7 +111,7 @@ def describe(folder: str | Path, trust_remote_code: bool) -> ModelShapes:
 def _check_code(config: Any, trust_remote_code: bool) -> None:
     """Raises ``UserError`` if transformers does not have the class, and nothing allows to run the code in the folder."""
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    if model_type in CONFIG_MAPPING_NAMES:
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES:
         return
     if not isinstance(config, dict) or not config.get("auto_map"):
         raise UserError(f"transformers {transformers.__version__} has no model_type {reprlib.repr(model_type)}; a newer version may have it")
@@ -112,6 +131,9 @@ def _check_config(config: Any, trust_remote_code: bool) -> None:
         raise UserError(f"it has layers of type '{kinds[0]}', which keep a state in the place of keys and values")
     rotary = getattr(config, "rope_parameters", None) or {}
     for each in (rotary, *(inner for inner in rotary.values() if isinstance(inner, dict))):
+        for key, value in each.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf and key in _ABOVE_0:
+                raise UserError(f"its rotary embedding has {key} {value}; it must be a number above 0, and finite")
         if each.get("rope_type") in _DYNAMIC:
             raise UserError(f"its rotary embedding is scaled by '{each['rope_type']}', which depends on the longest sequence of a batch")
 
@@ -132,10 +154,9 @@ def _check_files(folder: Path, known: set[str], network: Any) -> None:
     """Raises ``UserError`` if the folder has other tensors than the ``known`` ones."""
     ignored = network._keys_to_ignore_on_load_unexpected or ()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 - it is no mapping
-                if name not in known and not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
-                    raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
+        for name in read_header(file):
+            if name not in known and not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
+                raise UserError(f"its folder has a tensor '{name}', which {type(network).__name__} in transformers does not have by this name")
 
 
 def _shapes(

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.layout.shapes import ModelShapes
 from tandem.model.layer import factor_of_norm
+from tandem.model.lora import add_lora
 from tandem.model.trained_adapter import AdaptedWeight, TrainedAdapter, adapted_linear, packed_by
 from tandem.model.transformers_module.attention import Computing
 from tandem.model.transformers_module.experts import ExpertProduct, expert_products, replace_mixtures
@@ -28,8 +29,9 @@ _GELU_TANH = tuple(getattr(activations, name) for name in ("GELUTanh", "PytorchG
 
 class KernelLinear(nn.Linear):
     """A linear layer by the kernels. ``packed``: its weight in their layout (``None``: plain); ``plain_shape``: the shape of the plain one meanwhile.
-    ``adapter``: the one that is trained beside it (``None``: none)."""
+    ``adapter``: the one that is trained beside it (``None``: none). Adapters of requests name it ``name``."""
 
+    name: str
     computing: Computing
     packed: PackedWeight | AdaptedWeight | None
     plain_shape: tuple[int, ...]
@@ -42,6 +44,9 @@ class KernelLinear(nn.Linear):
         else:
             weight = self.weight if adapter is None or not self.computing.has_adapter else adapter.around(self.weight)
             out = adapted_linear(kernels.linear, rows, weight, self.bias)
+        lora = self.computing.lora
+        if lora is not None:
+            add_lora(kernels, out, rows, lora.stacks.linears.get(self.name), lora)
         return out.view(*input.shape[:-1], self.out_features)
 
     def plain(self) -> Tensor:
@@ -155,7 +160,7 @@ def replace_parts(network: nn.Module, computing: Computing) -> None:
         kind = type(module)
         # A router that is a linear layer stays one, and is computed as routers of other classes are.
         if kind is nn.Linear and module is not head and not described.is_router(f"{name}.weight"):
-            _become(module, KernelLinear, computing, packed=None, plain_shape=(), adapter=None)
+            _become(module, KernelLinear, computing, name=name, packed=None, plain_shape=(), adapter=None)
         elif kind is Conv1D:
             _become(module, KernelConv1D, computing, packed=None, plain_shape=())
         elif kind.__name__.endswith("RMSNorm"):

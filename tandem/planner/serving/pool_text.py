@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
+from tandem.estimate.model_bytes import state_bytes
 from tandem.estimate.serving.latency import Traffic
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.layout.parameters import parameter_count
@@ -45,6 +46,8 @@ def pool_json(plan: PoolPlan, model: str | None) -> dict[str, Any]:
         "targets": [{**asdict(each), "predicted_s": chosen.value(each)} for each in plan.request.demand.targets],
         "memory_bytes_per_gpu": {"total": chosen.memory.total, **_memory(chosen)},
         "kv_cache_blocks_per_engine": chosen.memory.num_blocks,
+        "state_snapshots_per_engine": chosen.memory.num_snapshots,
+        "state_bytes_per_sequence": state_bytes(shapes),
         "max_model_len": layout.max_model_len,
         "largest_requests_per_s_per_engine": plan.largest_rate,
         "limit": plan.limit,
@@ -101,7 +104,7 @@ def _rules(plan: PoolPlan) -> list[tuple[str, Answer, list[Row]]]:
 
 def _memory(pool: Pool) -> dict[str, int]:
     """Returns the bytes of a GPU by kind, the largest first."""
-    return dict(sorted(((name, size) for name, size in asdict(pool.memory).items() if name != "num_blocks"), key=lambda each: -each[1]))
+    return dict(sorted(pool.memory.by_kind().items(), key=lambda each: -each[1]))
 
 
 def _lengths(lengths: Lengths) -> dict[str, float]:
@@ -130,6 +133,9 @@ def _lines(plan: PoolPlan, model: str | None) -> Iterator[str]:
     )  # fmt: skip
     yield f"an engine can take {plan.largest_rate:,.3g} requests/s; what limits it is {plan.limit}"
     yield "memory of a GPU, GiB: " + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in _memory(chosen).items())
+    if shapes.linear_attention is not None:
+        states, snapshots = f"{state_bytes(shapes) / 2**20:,.1f} MiB of each sequence", f"{chosen.memory.num_snapshots:,} snapshots of such states"
+        yield f"states of linear attention: {states}, however long it is; {snapshots} in an engine's prefix cache, which serves prompts at these alone"
     yield f"command: {serve_command(plan, model)}"
     columns = {
         "batching": ("idle KV cache", "waits at most"), "quantization": ("weights of a GPU", "first token"), "kv_cache": ("of a sequence", "first token"),

@@ -24,6 +24,7 @@ def simulate_pool(plan: PoolPlan) -> dict[str, Any]:
     engine = SimulatedEngine(
         chosen.memory.num_blocks, layout.max_num_seqs, layout.max_num_batched_tokens,
         window=widest_window(request.shapes) or 0,
+        state_snapshots=None if request.shapes.linear_attention is None else chosen.memory.num_snapshots,
     )  # fmt: skip
 
     def seconds(step: EngineStep) -> float:

@@ -12,6 +12,7 @@ from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.kv_cache.state_rows import StateRows
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.estimate.serving.step_time import EngineStep
 from tandem.planner.serving.arrivals import Arrival
@@ -23,7 +24,8 @@ _REQUEST_STRIDE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """The options of ``EngineSettings`` that scheduling depends on, by the same names. ``window``: of the widest layer's attention, 0 without."""
+    """The options of ``EngineSettings`` that scheduling depends on, by the same names. ``window``: of the widest layer's attention, 0 without.
+    ``state_snapshots``: ``None`` for a model without linear attention."""
 
     num_blocks: int
     max_num_seqs: int = 256
@@ -33,6 +35,7 @@ class SimulatedEngine:
     watermark: float = 0.01
     max_prefill_slowdown: float | None = None
     window: int = 0
+    state_snapshots: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,7 +97,9 @@ def simulate(
 class _Run:
     def __init__(self, engine: SimulatedEngine, step_seconds: Callable[[EngineStep], float], request_s: float, records: bool) -> None:
         self.engine, self.step_seconds, self.request_s, self.records = engine, step_seconds, request_s, records
-        self.kv_cache = KVCacheManager(engine.num_blocks, enable_prefix_caching=engine.enable_prefix_caching, window=engine.window)
+        first, snapshots = engine.max_num_seqs, engine.state_snapshots
+        states = None if snapshots is None else StateRows(range(first, first + snapshots), 0)
+        self.kv_cache = KVCacheManager(engine.num_blocks, enable_prefix_caching=engine.enable_prefix_caching, window=engine.window, states=states)
         self.budget = None if engine.max_prefill_slowdown is None else PrefillBudget(engine.max_prefill_slowdown)
         config = SchedulerConfig(engine.max_num_seqs, engine.max_num_batched_tokens, engine.admission, int(engine.watermark * engine.num_blocks))
         self.scheduler = Scheduler(config, self.kv_cache, self._read_back, prefill_budget=self.budget)

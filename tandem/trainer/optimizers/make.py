@@ -75,11 +75,7 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
             is_by_rows = re.search(r"(qkv|gate_up|latent\.(q|q_b|kv_b)|linear_attention\.in)_proj", name) is not None
             axis = ROWS if model.shard_spec.deterministic or is_by_rows else COLUMNS
         module = model.shapes.transformers
-        own_rows: tuple[int, ...] = (shape[-2],)
-        if module is not None and len(shape) == 3:
-            own_rows = module.rows_of(name, shape[-2])
-        elif module is not None and "gate_up_proj" in name:
-            own_rows = (shape[-2] // 2,) * 2
+        own_rows = (shape[-2],) if module is None else module.rows_of(name, shape)
         stacks[name] = Stack(shape, rows.get(name, own_rows), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 
