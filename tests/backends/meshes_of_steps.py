@@ -63,6 +63,7 @@ MODELS = {
     "phi3": ModelShapes("phi3", 41, 32, 2, 4, 2, 16, 48, 128, False, rotary_fraction=0.75),
     "qwen3_moe": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24)),
 }
+MODELS["all_experts"] = replace(MODELS["deepseek_v3"], experts=ExpertShapes(8, 8, 24, shared_intermediate_size=24, sigmoid=SigmoidRouting(4, 4, 1.7)))
 
 
 class Trained(NamedTuple):
