@@ -71,7 +71,7 @@ lock: resolve
 resolve: .venv-dist/.installed
 	for version in 3.11 3.12 3.13; do \
 		.venv-dist/bin/uv pip compile --quiet pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))) --constraint constraints.txt --python-version $$version \
-			--python-platform x86_64-manylinux_2_28 --index-url https://pypi.org/simple --output-file /dev/null || exit 1; done
+			--python-platform x86_64-manylinux_2_28 --output-file /dev/null || exit 1; done
 
 .venv-dist/.installed:
 	$(PYTHON) -m venv .venv-dist
