@@ -79,7 +79,7 @@ def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., An
         load_model(tmp_path / "model", select("reference"))
 
 
-def test_vllm_is_refused_for_a_folder_with_other_names(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_vllm_is_refused_for_a_folder_with_stacks_of_experts(peer_model: Callable[..., Any], tmp_path: Path) -> None:
     peer_model("gpt_oss", **TINY["gpt_oss"]).save_pretrained(tmp_path)
     recipe: Any = None
     with pytest.raises(UserError, match=r"is a gpt_oss, whose folder has all experts of a layer in one tensor.*; set rollout\.backend to tandem"):
