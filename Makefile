@@ -9,6 +9,7 @@
 #   make docs                             the documentation as a web site in site/
 #   make dist                             wheel, source distribution and bill of materials (SBOM) in dist/
 #   make lock                             requirements.lock again, after a change of constraints.txt
+#   make resolve                          whether the versions in constraints.txt go together with PyPI's torch, which is that for CUDA
 #   make bench                            every benchmark with its peer (in .venv-peer)
 #
 # PIP_ARGS is passed to every pip install. On Linux, `PIP_ARGS="--extra-index-url INDEX"` takes the CPU build of torch instead of the much
@@ -19,9 +20,12 @@ RECIPE ?= recipes/sort.yaml
 ARGS ?=
 PIP_ARGS ?=
 BIN := .venv/bin
+# What the tests need.
+EXTRAS := test,lint,docs,chat,serve,gateway,redis,structured,s3,reasoning-gym,verifiers
+comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run cluster-demo test pytest test-full lint docs bench dist lock clean
+.PHONY: run cluster-demo test pytest test-full lint docs bench dist lock resolve clean
 .DELETE_ON_ERROR:
 # Where it is set (images of Python often do), each of the many processes of a run or test would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -60,8 +64,14 @@ dist: .venv/.run .venv-dist/.installed
 	.venv-dist/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON -o dist/sbom.cdx.json $(BIN)/python
 
 # The hashes of every version in constraints.txt but torch's, whose build depends on the machine. CI installs from it.
-lock: .venv-dist/.installed
+lock: resolve
 	grep -v '^torch==' constraints.txt | .venv-dist/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes --universal --python-version 3.11 - -o requirements.lock
+
+# PyPI's build of torch depends on packages, triton among them, that the build for CPUs does without.
+resolve: .venv-dist/.installed
+	for version in 3.11 3.12 3.13; do \
+		.venv-dist/bin/uv pip compile --quiet pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))) --constraint constraints.txt --python-version $$version \
+			--python-platform x86_64-manylinux_2_28 --output-file /dev/null || exit 1; done
 
 .venv-dist/.installed:
 	$(PYTHON) -m venv .venv-dist
@@ -78,7 +88,7 @@ lock: .venv-dist/.installed
 	@touch $@
 
 .venv/.test: .venv/.run
-	$(PIP) -e ".[test,lint,docs,chat,serve,gateway,redis,structured,s3,reasoning-gym,verifiers]"
+	$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@
 
 .venv/.cluster: .venv/.run

@@ -37,7 +37,8 @@ def main(given: dict[str, Any]) -> None:
         # The keys of Transformer Engine's layers, in which the norm before experts is a layer of its own.
         for layer in gpt.decoder.layers:
             if hasattr(layer.mlp, "experts"):
-                layer.submodules_config.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+                renamed = layer.submodules_config.sharded_state_dict_keys_map
+                layer.submodules_config.sharded_state_dict_keys_map = {key: to for key, to in renamed.items() if "linear_fc1" not in to}
     loaded = dist_checkpointing.load({"model": gpt.sharded_state_dict()}, given["read"])
     gpt.load_state_dict(loaded["model"], strict=False)
     for layer, renamed in zip(gpt.decoder.layers, maps, strict=True):

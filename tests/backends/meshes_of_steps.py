@@ -16,15 +16,18 @@ from torch import Tensor
 
 from tandem.backends.environment import tandem_path
 from tandem.kernels import select
-from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting, SoftmaxRouting
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.mesh import MeshShape
 from tandem.layout.rotary import RopeScaling
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import save_model
 
 SCRIPT = Path(__file__).with_name("trained_steps.py")
 LIMIT_S = 500
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=32)
 QWEN3 = ModelShapes(
     "qwen3", vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
     max_position_embeddings=128, tie_word_embeddings=True, qk_norm=True,
@@ -38,8 +41,29 @@ MODELS = {
     "deep": replace(QWEN3, num_hidden_layers=4),
     "dense_first": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,))),
     "deep_moe": ModelShapes("qwen3_moe", 41, 32, 4, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,))),
+    "qwen2_moe": ModelShapes(
+        "qwen2_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, attention_bias=True,
+        experts=ExpertShapes(4, 2, 24, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+    ),
+    "glm4_moe": ModelShapes(
+        "glm4_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, attention_bias=True, qk_norm=True, rotary_fraction=0.5, experts=ExpertShapes(
+            4, 2, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(scaling=1.7)
+        ),
+    ),
+    "deepseek_v2": ModelShapes(
+        "deepseek_v2", 41, 32, 2, 4, 4, 20, 48, 128, False, rotary_interleaved=True, latent=LatentAttention(16, 12, 8, 10), rope_scaling=YARN,
+        experts=ExpertShapes(8, 3, 24, False, dense_layers=(0,), shared_intermediate_size=24, softmax=SoftmaxRouting(4, 3, 1.3)),
+    ),
+    "deepseek_v3": ModelShapes(
+        "deepseek_v3", 41, 32, 2, 4, 4, 20, 48, 128, False, rms_norm_eps=1e-4, rotary_interleaved=True, latent=LatentAttention(16, 12, 8, 10, 24),
+        rope_scaling=replace(YARN, mscale=0.7, mscale_all_dim=1.3),
+        experts=ExpertShapes(8, 4, 24, dense_layers=(0,), shared_intermediate_size=24, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    ),
+    "smollm3": ModelShapes("smollm3", 41, 32, 4, 4, 2, 16, 48, 128, True, unrotated_layers=(1, 3)),
+    "phi3": ModelShapes("phi3", 41, 32, 2, 4, 2, 16, 48, 128, False, rotary_fraction=0.75),
     "qwen3_moe": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24)),
 }
+MODELS["all_experts"] = replace(MODELS["deepseek_v3"], experts=ExpertShapes(8, 8, 24, shared_intermediate_size=24, sigmoid=SigmoidRouting(4, 4, 1.7)))
 
 
 class Trained(NamedTuple):

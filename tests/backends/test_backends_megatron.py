@@ -21,6 +21,7 @@ from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.mesh import MeshShape
 from tandem.layout.parameters import parameters
 from tandem.layout.rotary import RopeScaling
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.megatron.layout import MegatronMesh, entries
 from tandem.trainer.micro_batch import collate
 from tandem.types import TrainSequence, UserError
@@ -113,6 +114,20 @@ def test_networks_that_are_not_built_are_named() -> None:
     assert missing_block(replace(shapes, layer_windows=(8, 4))) == "sliding windows of several sizes (4, 8)"
     assert missing_block(replace(shapes, value_head="token")) == "a value head"
     assert missing_block(replace(shapes, mlp_bias=True)) == "biases of o_proj or of the MLP"
+    v2, v3 = MODELS["deepseek_v2"], MODELS["deepseek_v3"]
+    assert missing_block(replace(v3, attention_bias=True)) == "biases of latent attention"
+    assert missing_block(replace(v3, rotary_interleaved=False)) == "latent attention that rotates other components than neighbours together"
+    assert missing_block(replace(v3, rope_scaling=RopeScaling("linear", 2.0))) == "latent attention with rope_scaling 'linear'"
+    assert missing_block(replace(v3, rope_scaling=replace(v3.rope_scaling, mscale=0.0))) == "YaRN with mscale_all_dim and without mscale"
+    assert "a factor of attention of its own" in (missing_block(replace(v3, rope_scaling=replace(v3.rope_scaling, attention_factor=1.1))) or "")
+    for model, changes, words in (
+        (v3, {"normalised": False}, "sigmoid gates that are not divided by their sum"),
+        (v3, {"num_experts_per_tok": 2}, "chosen by their two best experts, where Megatron-Core sums the 1 best"),
+        # As the published DeepSeek-V2: 6 experts of 3 groups.
+        (v2, {"num_experts_per_tok": 6}, "chosen by their best expert, where Megatron-Core sums the 2 best"),
+    ):
+        assert model.experts is not None
+        assert (missing_block(replace(model, experts=replace(model.experts, **changes))) or "").endswith(words)
     with pytest.raises(UserError, match=r"^the model has a value head.*set trainer.backend to tandem$"):
         check_model(replace(shapes, value_head="token"), ParallelConfig())
 
@@ -125,6 +140,10 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
         check_model(replace(MODELS["qwen3_moe"], experts=ExpertShapes(4, 2, 25)), ParallelConfig(tensor=2))
     with pytest.raises(UserError, match="sequence parallelism alone"):
         check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2, sequence_parallel=False))
+    with pytest.raises(UserError, match=r"latent attention, which .* sequence parallelism alone"):
+        check_model(MODELS["deepseek_v3"], ParallelConfig(tensor=2, sequence_parallel=False))
+    with pytest.raises(UserError, match="shared experts' intermediate size evenly; choose a divisor of 25"):
+        check_model(replace(MODELS["qwen3_moe"], experts=ExpertShapes(4, 2, 24, shared_intermediate_size=25)), ParallelConfig(tensor=2))
     # Four ranks of two key-value heads divide the rows of queries, keys and values.
     check_model(MODELS["qwen3"], ParallelConfig(tensor=4))
     with pytest.raises(UserError, match=r"8 with trainer.backend 'megatron', which divides the model's 20 rows of queries, keys and values evenly"):
@@ -147,6 +166,10 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
         ("one_key_head", MeshShape(tensor=2), 0, True), ("one_key_head", MeshShape(tensor=4), 0, False),
         ("qwen3_moe", MeshShape(data=2, expert=2), 1, False), ("qwen3_moe", MeshShape(data=2, tensor=2, expert=2), 1, True),
         ("dense_first", MeshShape(data=2, expert=2, pipeline=2), 1, False),
+        ("deepseek_v2", MeshShape(data=2, expert=2), 1, False), ("deepseek_v3", MeshShape(), 0, False),
+        ("deepseek_v3", MeshShape(tensor=2, pipeline=2), 0, True),
+        ("qwen2_moe", MeshShape(data=2, tensor=2, expert=2), 1, True), ("glm4_moe", MeshShape(tensor=2), 0, True), ("smollm3", MeshShape(pipeline=2), 0, False),
+        ("phi3", MeshShape(tensor=2), 0, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -155,7 +178,7 @@ def test_losses_and_weights_of_20_steps_equal_those_of_tandems_trainer(
 ) -> None:
     model, expected = tandem_alone(name)
     found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar, parallel={"sequence_parallel": sequence_parallel})
-    folder = load_file(model / "model.safetensors")
+    folder = dict(read_tensors(model))
     assert found.before.keys() == folder.keys() and all(torch.equal(found.before[each], folder[each]) for each in folder), "bit for bit"
     assert_close(found, expected)
     # 1F1B (Narayanan et al., 2021): stage s of p has at most p - s micro-batches in flight.
@@ -180,7 +203,11 @@ def test_an_interleaved_pipeline_has_the_losses_and_weights_of_tandems_trainer(
     assert found.in_flight == [2 * (2 - rank - 1) + 2 + 1 for rank in ranks]
 
 
-CASES_OF_BF16 = [("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2, pipeline=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1)]
+CASES_OF_BF16 = [
+    ("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2, pipeline=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
+    # With all experts chosen: where some are, the residual stream in bf16 changes which.
+    ("all_experts", MeshShape(tensor=2), 0),
+]  # fmt: skip
 OF_BF16 = 0.005
 """How far losses in bf16 may be from one another and from those in float64, in nats. A rounding to bf16 changes a value by up to 2^-9 of it, 0.002."""
 
@@ -204,7 +231,9 @@ def test_in_bf16_losses_are_those_of_tandems_trainer_and_of_float64_up_to_roundi
     assert difference(found, in_float64, "actor/grad_norm") < 0.1
     for each, weight in found.after.items():
         # 20 updates of at most 1e-4 move a weight by 2e-3; those of bf16 weights near 0.1 would be rounded to steps of 5e-4.
+        is_frozen = each.endswith("e_score_correction_bias")
         assert float((weight - in_float64.after[each]).abs().max()) < 1e-3 and not torch.equal(weight, weight.bfloat16().float()), each
+        assert torch.equal(weight, found.before[each]) == is_frozen, each
 
 
 class Alone:

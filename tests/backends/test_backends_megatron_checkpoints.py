@@ -16,17 +16,17 @@ from tandem.layout.mesh import MeshShape
 @needs_megatron
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "shape, zero, precision",
+    "name, shape, zero, precision",
     [
-        (MeshShape(data=2), 1, "fp32"), (MeshShape(tensor=2), 0, "fp32"), (MeshShape(data=2, expert=2), 1, "fp32"), (MeshShape(data=2), 1, "bf16"),
-        (MeshShape(pipeline=2), 0, "bf16"),
+        ("qwen3", MeshShape(data=2), 1, "fp32"), ("qwen3", MeshShape(tensor=2), 0, "fp32"), ("qwen3_moe", MeshShape(data=2, expert=2), 1, "fp32"),
+        ("qwen3", MeshShape(data=2), 1, "bf16"), ("qwen3", MeshShape(pipeline=2), 0, "bf16"), ("deepseek_v3", MeshShape(data=2, expert=2), 1, "fp32"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_trainer_reads_it(
-    shape: MeshShape, zero: int, precision: str, sidecar: Path, tmp_path: Path
+    name: str, shape: MeshShape, zero: int, precision: str, sidecar: Path, tmp_path: Path
 ) -> None:
-    name, settings = "qwen3_moe" if shape.expert > 1 else "qwen3", {"precision": precision}
+    settings = {"precision": precision}
     model = make_folder(tmp_path / "model", name)
     whole = train(model, tmp_path / "whole", "megatron", shape, zero, steps=6, sidecar=sidecar, trainer=settings)
     train(model, tmp_path / "megatron", "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar, trainer=settings)

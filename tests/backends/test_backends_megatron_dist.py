@@ -55,9 +55,12 @@ def test_without_the_environment_a_conversion_is_refused_with_the_command_that_m
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name, shape",
-    [("qwen3", MeshShape(tensor=2, pipeline=2)), ("qwen3_moe", MeshShape(data=2, expert=2)), ("dense_first", MeshShape(data=2, pipeline=2, expert=2))],
+    [
+        ("qwen3", MeshShape(tensor=2, pipeline=2)), ("qwen3_moe", MeshShape(data=2, expert=2)), ("dense_first", MeshShape(data=2, pipeline=2, expert=2)),
+        ("deepseek_v3", MeshShape(tensor=2, pipeline=2)), ("qwen2_moe", MeshShape(data=2, expert=2)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_any_mesh_of_megatron_loads_what_was_converted_and_what_it_saves_is_converted_back_bit_for_bit(
     name: str, shape: MeshShape, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ from torch import Tensor
 from tandem.config.lora import LoraConfig
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.rl.rollout.groups import InFlightGroups
 from tandem.rl.rollout.traced_engine import TracedEngine
 from tandem.runtime.traces.context import SpanContext
@@ -86,6 +89,19 @@ def test_tokens_and_logprobs_are_those_of_transformers_after_each_update(engine:
             assert sample.text == engine.tokenizer.decode(sample.token_ids)
         for sample, logprobs in zip(samples[:12], reference_logprobs(model, tensors, samples[:12]), strict=True):
             assert (logprobs.max(1).values - logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]).max() < 1e-5
+
+
+def test_a_family_whose_folder_names_norms_otherwise_has_the_logprobs_of_transformers(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    create_model(replace(CONFIG, architecture="glm4", tie_word_embeddings=False), 0, model)
+    with running(model, tmp_path / "vllm") as engine:
+        tensors = brought(engine, model, 0, seed=1)
+        stacked = dict(Stacks(read_shapes(model)).join(tensors.items()))
+        assert any("post_self_attn_layernorm" in name for name in stacked)
+        samples = engine.draw(prompts(8, 99), SAMPLED)
+        for sample, logprobs in zip(samples, reference_logprobs(model, stacked, samples), strict=True):
+            chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 1e-4
 
 
 def test_a_request_has_the_parts_that_vllm_has_measured_in_its_trace(engine: Engine, model: Path) -> None:

@@ -41,7 +41,7 @@ def required(name: str, extras: Iterable[str], known: dict[str, Distribution]) -
 
 
 def test_everything_that_the_tests_install_is_pinned() -> None:
-    (extras,) = re.findall(r'-e "\.\[([\w,-]+)\]"', (ROOT / "Makefile").read_text())
+    (extras,) = re.findall(r"^EXTRAS := ([\w,-]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     known = {canonicalize_name(found.metadata["Name"]): found for found in distributions()}
     names = required("tandem-rl", extras.split(","), known) - {"tandem-rl"}
     pinned = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from tandem.cli.main import main
 from tandem.jobs.convert import convert
 from tandem.kernels import select
-from tandem.layout.expert_shapes import ExpertShapes
+from tandem.layout.expert_shapes import ExpertShapes, SigmoidRouting
+from tandem.layout.latent_attention import LatentAttention
+from tandem.layout.rotary import RopeScaling
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral
+from tandem.model.families import mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import read_tensors, save_model
 from tandem.model.megatron.arguments import arguments_of, shapes_of
 from tandem.model.megatron.layout import MegatronMesh
@@ -29,12 +31,33 @@ NORMED = ModelShapes("qwen3", 131, 32, 4, 8, 2, 8, 48, 64, False, qk_norm=True)
 LLAMA = ModelShapes("llama", 256, 32, 2, 4, 4, 8, 64, 64, False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXTURE = ModelShapes("qwen3_moe", 131, 32, 4, 4, 2, 8, 48, 64, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))
 MIXTRAL = ModelShapes("mixtral", 131, 32, 2, 4, 2, 8, 48, 64, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
+QWEN2_MOE = ModelShapes(
+    "qwen2_moe", 131, 32, 4, 4, 2, 8, 48, 64, False, attention_bias=True,
+    experts=ExpertShapes(4, 2, 24, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+)
+GLM = ModelShapes(
+    "glm4_moe", 131, 32, 4, 4, 2, 8, 48, 64, False, attention_bias=True, qk_norm=True, rotary_fraction=0.5,
+    experts=ExpertShapes(4, 2, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(2, 1, 1.7)),
+)
+DEEPSEEK_V2 = ModelShapes(
+    "deepseek_v2", 131, 32, 4, 4, 4, 20, 48, 64, False, rotary_interleaved=True, latent=LatentAttention(16, 12, 8, 10),
+    experts=ExpertShapes(4, 2, 24, normalised=False, shared_intermediate_size=48),
+)
+DEEPSEEK_V3 = ModelShapes(
+    "deepseek_v3", 131, 32, 4, 4, 4, 20, 48, 64, False, rotary_interleaved=True, latent=LatentAttention(16, 12, 8, 10, 24),
+    rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3),
+    experts=ExpertShapes(8, 2, 24, dense_layers=(0, 1), shared_intermediate_size=24, sigmoid=SigmoidRouting(4, 2, 1.7)),
+)
+SMOLLM3 = ModelShapes("smollm3", 131, 32, 4, 4, 2, 8, 48, 64, True, unrotated_layers=(1, 3))
+PHI3 = ModelShapes("phi3", 131, 32, 4, 4, 2, 8, 48, 64, False, rotary_fraction=0.75)
 MISTRAL = ModelShapes("mistral", 131, 32, 4, 4, 2, 8, 48, 64, False, layer_windows=(9, 9, 9, 9))
 WINDOWED = replace(NORMED, layer_windows=(None, 9, None, 9))
 CASES = [
     (DENSE, MegatronMesh(2, 2)), (DENSE, MegatronMesh(4, 1)), (NORMED, MegatronMesh(2, 4)), (LLAMA, MegatronMesh(2, 2)), (LLAMA, MegatronMesh()),
     (MIXTURE, MegatronMesh(2, 2, 2)), (MIXTURE, MegatronMesh(1, 1, 4)), (MIXTRAL, MegatronMesh(2, 1, 2)),
     (MISTRAL, MegatronMesh(2, 2)),
+    (QWEN2_MOE, MegatronMesh(2, 2, 2)), (GLM, MegatronMesh(2, 1, 4)), (DEEPSEEK_V2, MegatronMesh(4, 2, 2)), (DEEPSEEK_V3, MegatronMesh(2, 2, 4)),
+    (DEEPSEEK_V3, MegatronMesh(1, 2, 1, 2)),
     # Interleaved pipelines.
     (DENSE, MegatronMesh(2, 2, 1, 2)), (MIXTURE, MegatronMesh(1, 2, 2, 2)), (replace(NORMED, num_hidden_layers=12), MegatronMesh(1, 2, 1, 3)),
     # Several ranks of a key-value head.
@@ -96,7 +119,22 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int, vp: 
         stage, local = divmod(rest, shapes.num_hidden_layers // vp // pp)
         p = (stage, chunk)
         m, h = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        for kind in ("weight", "bias") if shapes.attention_bias else ("weight",):
+        if shapes.latent is not None:
+            # MLASelfAttention with Transformer Engine: ``linear_*_down_proj`` is a duplicated TELinear, ``linear_*_up_proj`` a column-parallel one with a norm.
+            a, s = f"{m}self_attention.linear_", f"{h}self_attn."
+            ends = [("kv", "kv_a_proj_with_mqa", "kv_b_proj", "kv_a_layernorm")]
+            if shapes.latent.q_lora_rank:
+                ends.append(("q", "q_a_proj", "q_b_proj", "q_a_layernorm"))
+            else:
+                found[f"{s}q_proj.weight"] = rows(f"{a}q_proj.weight", p)
+            for part, down, up, norm in ends:
+                found[f"{s}{down}.weight"] = rank(tp - 1, p, 0)[f"{a}{part}_down_proj.weight"]
+                found[f"{s}{up}.weight"] = rows(f"{a}{part}_up_proj.weight", p)
+                found[f"{s}{norm}.weight"] = rank(tp - 1, p, ep - 1)[f"{a}{part}_up_proj.layer_norm_weight"]
+            found[f"{h}input_layernorm.weight"] = rank(tp - 1, p, ep - 1)[f"{m}input_layernorm.weight"]
+        else:
+            found[f"{h}input_layernorm.weight"] = rank(tp - 1, p, ep - 1)[f"{m}self_attention.linear_qkv.layer_norm_weight"]
+        for kind in () if shapes.latent is not None else ("weight", "bias") if shapes.attention_bias else ("weight",):
             q, k, v = [], [], []
             fused = rows(f"{m}self_attention.linear_qkv.{kind}", p)
             at = 0
@@ -111,7 +149,6 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int, vp: 
         found[f"{h}self_attn.o_proj.weight"] = columns(f"{m}self_attention.linear_proj.weight", p)
         if shapes.output_bias:
             found[f"{h}self_attn.o_proj.bias"] = rank(tp - 1, p, 0)[f"{m}self_attention.linear_proj.bias"]
-        found[f"{h}input_layernorm.weight"] = rank(tp - 1, p, ep - 1)[f"{m}self_attention.linear_qkv.layer_norm_weight"]
         if shapes.qk_norm:
             found[f"{h}self_attn.q_norm.weight"] = rank(0, p, 0)[f"{m}self_attention.q_layernorm.weight"]
             found[f"{h}self_attn.k_norm.weight"] = rank(0, p, 0)[f"{m}self_attention.k_layernorm.weight"]
@@ -134,6 +171,14 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int, vp: 
             parts = (*gate_and_up(one, p, e), columns(two, p, e))
             for name, tensor in zip(names.split(), parts, strict=True):
                 found[f"{h}{block}.experts.{expert}.{name}.weight"] = tensor
+        if shapes.experts.sigmoid is not None:
+            found[f"{h}mlp.gate.e_score_correction_bias"] = rank(0, p, ep - 1)[f"{m}mlp.router.expert_bias"]
+        if shapes.experts.shared_intermediate_size:
+            of = f"{h}mlp.shared_expert" + ("" if shapes.architecture == "qwen2_moe" else "s")
+            found[f"{of}.gate_proj.weight"], found[f"{of}.up_proj.weight"] = gate_and_up(f"{m}mlp.shared_experts.linear_fc1.weight", p, ep - 1)
+            found[f"{of}.down_proj.weight"] = columns(f"{m}mlp.shared_experts.linear_fc2.weight", p, ep - 1)
+        if shapes.experts.shared_gate:
+            found[f"{h}mlp.shared_expert_gate.weight"] = rank(0, p, 0)[f"{m}mlp.shared_experts.gate_weight"]
     return found
 
 
@@ -153,7 +198,9 @@ def test_what_is_written_is_what_the_published_layout_reads_and_comes_back_bit_f
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-@pytest.mark.parametrize("shapes", [DENSE, NORMED, MIXTURE, MIXTRAL, MISTRAL, WINDOWED], ids=lambda s: s.architecture)
+@pytest.mark.parametrize(
+    "shapes", [DENSE, NORMED, MIXTURE, MIXTRAL, MISTRAL, WINDOWED, QWEN2_MOE, GLM, DEEPSEEK_V2, DEEPSEEK_V3, SMOLLM3, PHI3], ids=lambda s: s.architecture
+)
 def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(shapes: ModelShapes, tmp_path: Path) -> None:
     source = model(tmp_path / "source", shapes)
     expert = 2 if shapes.experts else 1
@@ -163,7 +210,7 @@ def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(
     shutil.rmtree(tmp_path / "first" / "huggingface")
     convert(tmp_path / "first", tmp_path / "second", to="megatron", mesh=MegatronMesh(1, 1, 1))
     convert(tmp_path / "second" / "release", tmp_path / "back", to="huggingface", config=None)
-    assert same(load_file(tmp_path / "back" / "model.safetensors"), dict(read_tensors(source)))
+    assert same(dict(read_tensors(tmp_path / "back")), dict(read_tensors(source)))
     from tandem.model.huggingface.model_config import read_shapes
 
     assert read_shapes(tmp_path / "back") == read_shapes(source)
@@ -181,6 +228,20 @@ def test_sliding_windows_of_megatron_count_the_tokens_before(given: dict[str, An
     """``TransformerConfig.window_size`` is (tokens to the left, tokens to the right), without the token itself."""
     arguments = arguments_of(NORMED, MegatronMesh(), torch.float32, 0)
     assert shapes_of(Namespace(**{**vars(arguments), **given})).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "message"),
+    [
+        (DEEPSEEK_V3, {"num_experts": None}, "latent attention without experts"), (DEEPSEEK_V3, {"moe_router_enable_expert_bias": False}, "without a bias"),
+        (QWEN2_MOE, {"moe_shared_expert_gate": False}, "no supported family has this mixture"), (DEEPSEEK_V2, {"kv_lora_rank": None}, "do not describe"),
+    ],
+)  # fmt: skip
+def test_args_of_a_network_that_no_family_has_are_refused_in_one_line(shapes: ModelShapes, given: dict[str, Any], message: str) -> None:
+    arguments = arguments_of(shapes, MegatronMesh(), torch.float32, 0)
+    with pytest.raises(UserError, match=message) as raised:
+        shapes_of(Namespace(**{**vars(arguments), **given}))
+    assert "\n" not in str(raised.value) and "--config" in str(raised.value)
 
 
 def test_a_window_that_looks_ahead_is_refused() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from tandem.backends.megatron.dist_process import Task
 from tandem.backends.megatron.groups import connect
 from tandem.backends.megatron.model_check import missing_block
-from tandem.backends.megatron.network import build_gpt, transformer_config
+from tandem.backends.megatron.network import build_gpt, named_biases, transformer_config
 from tandem.backends.megatron.parts import parts_of
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.parameters import parameters
@@ -51,6 +51,7 @@ class WholeModel:
         self.shapes, self.dtype = shapes, dtype
         self.network = build_gpt(shapes, transformer_config(shapes, ranks, dtype, ParallelConfig()))
         self._parameters: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        self._parameters |= named_biases([self.network])
         self._parts = parts_of(shapes, MegatronMesh(), MegatronRank(0, 0, 0))
 
     def views(self) -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
@@ -71,7 +72,7 @@ class WholeModel:
         for name, slices, view in self.views():
             held.setdefault(name, []).append((slices, view))
         for name, shape in parameters(self.shapes):
-            whole = torch.empty(tuple(shape), dtype=self.dtype)
+            whole = torch.empty(tuple(shape), dtype=held[name][0][1].dtype)
             for slices, view in held[name]:
                 whole[slices] = view
             yield name, whole

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from tandem.config.parallel import ParallelConfig
+from tandem.layout.expert_shapes import ExpertShapes
 from tandem.layout.rotary import RopeScaling
 from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.division import divided_by_tensor
+from tandem.model.megatron.terms import missing_term
 from tandem.types import UserError
 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -17,9 +19,10 @@ def check_model(shapes: ModelShapes, parallel: ParallelConfig) -> None:
     lacking = missing_block(shapes)
     if lacking is not None:
         raise UserError(f"the model has {lacking}, which trainer.backend 'megatron' does not train; set trainer.backend to tandem")
-    if shapes.experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
+    divided = "latent attention" if shapes.latent is not None else "a mixture of experts" if shapes.experts is not None else None
+    if divided is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
-            f"'parallel.tensor' is {parallel.tensor} and the model has a mixture of experts, which Megatron-Core divides over tensor ranks with sequence "
+            f"'parallel.tensor' is {parallel.tensor} and the model has {divided}, which Megatron-Core divides over tensor ranks with sequence "
             "parallelism alone; set parallel.sequence_parallel to true"
         )
     stages = parallel.pipeline * parallel.virtual_stages
@@ -46,12 +49,36 @@ def missing_block(shapes: ModelShapes) -> str | None:
     """Returns what of ``shapes`` is not built with Megatron-Core; ``None``: nothing."""
     if not shapes.language_head or shapes.value_head != "none":
         return "a value head"
-    if shapes.further_terms:
-        return shapes.further_terms[0]
-    if shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
+    lacking = missing_term(shapes)
+    if lacking is not None:
+        return lacking
+    if shapes.latent is not None and shapes.rope_scaling.kind == "yarn":
+        if (lacking := _missing_of_yarn(shapes.rope_scaling)) is not None:
+            return lacking
+    elif shapes.latent is not None and shapes.rope_scaling.kind != "default":
+        return f"latent attention with rope_scaling '{shapes.rope_scaling.kind}'"
+    elif shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
         return f"rope_scaling '{shapes.rope_scaling.kind}'" + (" with other lengths than Llama 3.1's" if shapes.rope_scaling.kind == "llama3" else "")
     if len(window_sizes(shapes)) > 1:
         return f"sliding windows of several sizes ({', '.join(map(str, sorted(window_sizes(shapes))))})"
     if shapes.output_bias or shapes.mlp_bias:
         return "biases of o_proj or of the MLP"
-    return None
+    return None if shapes.experts is None else _missing_of_routing(shapes.experts)
+
+
+def _missing_of_yarn(rope: RopeScaling) -> str | None:
+    if rope.attention_factor is not None or not rope.truncate:
+        return "YaRN with a factor of attention of its own, or a range that is not rounded"
+    return "YaRN with mscale_all_dim and without mscale" if rope.mscale_all_dim and not rope.mscale else None
+
+
+def _missing_of_routing(experts: ExpertShapes) -> str | None:
+    routing = experts.sigmoid or experts.softmax
+    if experts.sigmoid is not None and not experts.normalised:
+        return "sigmoid gates that are not divided by their sum"
+    if routing is None or routing.groups == 1:
+        return None
+    # DeepSeek-V3 chooses groups by their two best experts, V2 by their best; Megatron by as many as each chosen group has on average.
+    best, most = (2, "two best experts") if experts.sigmoid is not None else (1, "best expert")
+    count = experts.num_experts_per_tok // routing.groups_per_tok
+    return None if count == best else f"groups of experts chosen by their {most}, where Megatron-Core sums the {count} best"

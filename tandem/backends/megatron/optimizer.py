@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tandem.backends.megatron.groups import named
-from tandem.backends.megatron.network import named_parameters
+from tandem.backends.megatron.network import named_biases, named_parameters
 from tandem.trainer.optimizers.adamw import MOMENTS
 from tandem.trainer.parallel.ranks import Ranks
 
 
 class OwnRun(NamedTuple):
     """The elements of ``parameter`` from ``first`` on that this rank updates: all of them, or under the distributed optimizer a run. ``weights``: the fp32
-    tensor that the inner optimizer updates, in bf16 a copy of the parameter; ``inner``: that optimizer."""
+    tensor that the inner optimizer updates, in bf16 a copy of the parameter; ``inner``: that optimizer (``None``: a router's bias, which none updates)."""
 
     parameter: str
     first: int
@@ -59,7 +59,7 @@ class MegatronOptimizer:
         self.updates += 1
 
     def runs(self) -> Iterator[OwnRun]:
-        """Yields what this rank updates."""
+        """Yields what this rank updates, and the biases with which routers choose experts."""
         names = {parameter: name for name, parameter in named_parameters(self.network)}
         for each in self.chained.chained_optimizers:
             if hasattr(each, "model_param_group_index_map"):
@@ -70,6 +70,7 @@ class MegatronOptimizer:
             of_main = {getattr(parameter, "main_param", parameter): name for parameter, name in names.items()}
             for weights in each.get_parameters():
                 yield OwnRun(of_main[weights], 0, weights, each.optimizer)
+        yield from (OwnRun(name, 0, bias, None) for name, bias in named_biases(self.network))
 
     def publish(self) -> None:
         """Gives the weights that were written to ``runs`` to the network, on all ranks. Every rank calls it."""
@@ -82,15 +83,18 @@ class MegatronOptimizer:
                     stage.start_param_sync()
 
     def moments(self) -> Iterator[tuple[str, OwnRun, Tensor]]:
-        """Yields the moments that there are, by kind."""
+        """Yields the moments that there are, by kind; those of a router's bias are 0, as in checkpoints of Tandem's trainer."""
         for run in self.runs():
+            if run.inner is None:
+                yield from ((kind, run, torch.zeros_like(run.weights)) for kind in MOMENTS if self.updates)
+                continue
             state = run.inner.state.get(run.weights, {})
             yield from ((kind, run, state[kind]) for kind in MOMENTS if kind in state)
 
     def make_moments(self, updates: int) -> None:
         """Makes empty moments as they are after ``updates`` updates, to be filled; none after 0."""
         self.updates = updates
-        for run in self.runs():
+        for run in (each for each in self.runs() if each.inner is not None):
             run.inner.state.pop(run.weights, None)
             if updates:
                 count = torch.tensor(float(updates))

@@ -1,5 +1,6 @@
 """Where the parameters of a Megatron-Core rank hold the tensors of the whole model: parts of Hugging Face tensors, each contiguous in its parameter."""
 
+import re
 from collections.abc import Iterator
 
 from tandem.layout.parameters import parameters
@@ -8,6 +9,9 @@ from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.model.megatron.layout import Entry, MegatronMesh, MegatronRank, entries, padded_vocabulary
 from tandem.trainer.checkpoint.codes import Part
 from tandem.trainer.parallel.ranks import Ranks
+
+BY_ROWS = re.compile(r"\.linear_(q|q_up|kv_up)_proj\.")
+"""The matrices of latent attention whose outputs are heads."""
 
 
 def parts_of(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank) -> list[Part]:
@@ -48,6 +52,10 @@ def _parts(entry: Entry, whole: dict[str, tuple[int, ...]], shapes: ModelShapes,
             part = _rows(entry, first, name, whole[name], rank.tensor * rows, rows)
             first += part.offsets.numel
             yield part
+    elif BY_ROWS.search(entry.name):
+        [name] = entry.names
+        rows = whole[name][0] // mesh.tensor
+        yield _rows(entry, 0, name, whole[name], rank.tensor * rows, rows)
     else:
         [name] = entry.names
         rows, columns = whole[name]

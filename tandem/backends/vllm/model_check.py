@@ -15,8 +15,9 @@ _TO_TANDEM = "set rollout.backend to tandem"
 def check_model(shapes: ModelShapes, device: str, recipe: Recipe) -> None:
     """Raises ``UserError`` for a model whose weights are not read back from vLLM, or that it has no kernel for on ``device``: it would end in its first
     step. And for a mixture of experts whose routing cannot be replayed."""
-    if family_named(shapes.architecture).is_renamed:
-        raise UserError(f"the model is a {shapes.architecture}, whose folder names tensors otherwise than published weights do; {_TO_TANDEM}")
+    experts = family_named(shapes.architecture).experts
+    if experts is not None and experts.stacked:
+        raise UserError(f"the model is a {shapes.architecture}, whose folder has all experts of a layer in one tensor, as no update sends them; {_TO_TANDEM}")
     if shapes.latent is not None:
         raise UserError(f"the model has latent attention, whose matrices are not read back from vLLM; {_TO_TANDEM}")
     if shapes.linear_attention is not None:

@@ -20,6 +20,7 @@ from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.peft_folder import merged_tensors
+from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights, RunError
@@ -97,7 +98,7 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
         weights = self.staged
         if weights is None:
             return
-        published = self._merged(dict(weights.tensors))
+        published = self._of_folder(dict(weights.tensors))
         initialize_layerwise_reload(self.model)
         with torch.device(self.device):
             self.model.load_weights(iter(published.items()))
@@ -108,14 +109,15 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
         del weights, published
         self.drop()
 
-    def _merged(self, published: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the whole weights: with an adapter those of the model's folder, to which it is added, each rounded once."""
+    def _of_folder(self, published: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the whole weights by the names of the model's folder: with an adapter those of the folder, to which it is added, each rounded once."""
         assert self.source is not None
-        if self.source.lora is None:
-            return published
         folder = Path(self.model_config.model)
-        shapes = adapted_shapes(read_shapes(folder), build(LoraConfig, self.source.lora))
-        return dict(merged_tensors(dict(read_tensors(folder)), published, shapes))
+        shapes = read_shapes(folder)
+        if self.source.lora is not None:
+            adapted = adapted_shapes(shapes, build(LoraConfig, self.source.lora))
+            published = dict(merged_tensors(dict(read_tensors(folder)), published, adapted))
+        return dict(Stacks(shapes).renamed(published.items()))
 
     def _pack_tied_head(self) -> None:
         """Packs the head again: a reload packs only what it loads, and a tied head is loaded as the embedding."""

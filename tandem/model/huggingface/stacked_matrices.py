@@ -70,6 +70,15 @@ class Stacks:
         for name, parts in self.grouped(shapes):
             yield name, (sum(part[0] for part in parts), *parts[0][1:])
 
+    def renamed(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, Item]]:
+        """Yields ``items``, by names of ``layout.shapes``, those by the names of a folder that have another one there; the parts of stacks stay apart."""
+        for name, item in items:
+            match = self._part.fullmatch(name) if self._stacks else None
+            if match is not None and len(self._stacks[stack := self._stack_of[match[2]]]) == 1:
+                yield f"{match[1]}{stack}.{match[3]}", item
+            else:
+                yield name, item
+
     def grouped(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, list[Item]]]:
         """Yields ``items``, by names of ``layout.shapes``, by the names of a folder; the parts of a stack follow each other."""
         held: list[Item] = []

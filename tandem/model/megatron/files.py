@@ -134,7 +134,8 @@ def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[s
 
 
 def _spelled(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, model: Mapping[str, Tensor], virtual: int) -> list[Entry]:
-    spelling: Spelling = "transformer_engine" if any(name.endswith("linear_qkv.layer_norm_weight") for name in model) else "local"
+    fused = (".linear_qkv.layer_norm_weight", ".linear_kv_up_proj.layer_norm_weight")
+    spelling: Spelling = "transformer_engine" if any(name.endswith(fused) for name in model) else "local"
     grouped = any(re.search(r"\.experts\.linear_fc1\.weight\d+$", name) for name in model)
     return list(entries(shapes, mesh, rank, spelling, grouped, virtual))
 

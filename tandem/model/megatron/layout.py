@@ -9,7 +9,9 @@ A rank's file contains its shard of every tensor, under a name with the layer's 
 - ``linear_proj`` and ``linear_fc2`` are sharded by columns, everything else that is sharded by rows;
 - the vocabulary is padded with copies of its last row; with several stages, a tied embedding is stored again on the last one, as
   the head;
-- experts are assigned in runs to expert-parallel ranks and numbered from 0 on each.
+- experts are assigned in runs to expert-parallel ranks and numbered from 0 on each;
+- latent attention has matrices into its compressed vectors, which every tensor-parallel rank has whole (``linear_q_down_proj``, ``linear_kv_down_proj``), and
+  out of them (``linear_q_up_proj``, ``linear_kv_up_proj``), or ``linear_q_proj`` where queries are not compressed.
 
 There are two naming schemes: Transformer Engine's fused layers store a norm's weight in the linear layer that follows it, the local ones
 separately. Experts are numbered in the name (``local_experts``) or at its end (grouped: ``linear_fc1.weight3``)."""
@@ -21,8 +23,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.layout.expert_shapes import CHOICE_BIAS, SHARED_GATE, ExpertShapes
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.division import divided_by_tensor
+from tandem.model.megatron.terms import missing_term
 from tandem.types import UserError
 
 Spelling = Literal["transformer_engine", "local"]
@@ -47,8 +52,9 @@ class MegatronMesh:
 
     def check(self, shapes: ModelShapes) -> None:
         """Raises ``UserError`` for a model that these ranks do not divide, or whose terms Megatron's layout has no place for."""
-        if shapes.further_terms:
-            raise UserError(f"the {shapes.architecture} model has {shapes.further_terms[0]}, which Megatron's layout has no place for")
+        lacking = missing_term(shapes)
+        if lacking is not None:
+            raise UserError(f"the {shapes.architecture} model has {lacking}, which Megatron's layout has no place for")
         counts = [("tensor", self.tensor, what, count) for what, count in divided_by_tensor(shapes, max(1, self.tensor))]
         counts.append(("pipeline", self.pipeline, "layers", shapes.num_hidden_layers))
         if self.virtual != 1:
@@ -122,16 +128,13 @@ def _layer(
 ) -> Iterator[Entry]:
     fused = spelling == "transformer_engine"
     experts = shapes.experts_of(layer)
-    yield _same(f"{to}self_attention.linear_qkv.layer_norm_weight" if fused else f"{to}input_layernorm.weight", f"{of}input_layernorm.weight")
-    for kind, is_there in (("weight", True), ("bias", shapes.attention_bias)):
-        if is_there:
-            yield _qkv(f"{to}self_attention.linear_qkv.{kind}", tuple(f"{of}self_attn.{p}_proj.{kind}" for p in "qkv"), shapes)
+    if shapes.latent is None:
+        yield from _attention(shapes, to, of, fused)
+    else:
+        yield from _latent_attention(shapes.latent, to, of, fused)
     yield _columns(f"{to}self_attention.linear_proj.weight", f"{of}self_attn.o_proj.weight")
     if shapes.output_bias:
         yield _same(f"{to}self_attention.linear_proj.bias", f"{of}self_attn.o_proj.bias")
-    if shapes.qk_norm:
-        yield _same(f"{to}self_attention.q_layernorm.weight", f"{of}self_attn.q_norm.weight")
-        yield _same(f"{to}self_attention.k_layernorm.weight", f"{of}self_attn.k_norm.weight")
     inside = fused and experts is None
     yield _same(f"{to}mlp.linear_fc1.layer_norm_weight" if inside else f"{to}pre_mlp_layernorm.weight", f"{of}post_attention_layernorm.weight")
     if experts is None:
@@ -142,18 +145,57 @@ def _layer(
         if shapes.mlp_bias:
             yield _same(f"{to}mlp.linear_fc2.bias", f"{of}mlp.down_proj.bias")
         return
+    yield from _experts(experts, mesh, rank, to, of, grouped)
+
+
+def _attention(shapes: ModelShapes, to: str, of: str, fused: bool) -> Iterator[Entry]:
+    yield _same(f"{to}self_attention.linear_qkv.layer_norm_weight" if fused else f"{to}input_layernorm.weight", f"{of}input_layernorm.weight")
+    for kind, is_there in (("weight", True), ("bias", shapes.attention_bias)):
+        if is_there:
+            yield _qkv(f"{to}self_attention.linear_qkv.{kind}", tuple(f"{of}self_attn.{p}_proj.{kind}" for p in "qkv"), shapes)
+    if shapes.qk_norm:
+        yield _same(f"{to}self_attention.q_layernorm.weight", f"{of}self_attn.q_norm.weight")
+        yield _same(f"{to}self_attention.k_layernorm.weight", f"{of}self_attn.k_norm.weight")
+
+
+def _latent_attention(latent: LatentAttention, to: str, of: str, fused: bool) -> Iterator[Entry]:
+    yield _same(f"{to}input_layernorm.weight", f"{of}input_layernorm.weight")
+    for part, down, up in (("q", "q_a_proj", "q_b_proj"), ("kv", "kv_a_proj_with_mqa", "kv_b_proj")):
+        at = f"{to}self_attention.linear_{part}_"
+        if part == "q" and not latent.q_lora_rank:
+            yield _rows(f"{at}proj.weight", f"{of}self_attn.q_proj.weight")
+            continue
+        yield _same(f"{at}down_proj.weight", f"{of}self_attn.{down}.weight")
+        norm = f"{at}up_proj.layer_norm_weight" if fused else f"{to}self_attention.{part}_layernorm.weight"
+        yield _same(norm, f"{of}self_attn.{part}_a_layernorm.weight")
+        yield _rows(f"{at}up_proj.weight", f"{of}self_attn.{up}.weight")
+
+
+def _experts(experts: ExpertShapes, mesh: MegatronMesh, rank: MegatronRank, to: str, of: str, grouped: bool) -> Iterator[Entry]:
     names = experts.names
     yield _same(f"{to}mlp.router.weight", f"{of}{names.router}.weight")
+    if experts.sigmoid is not None:
+        yield _same(f"{to}mlp.router.expert_bias", f"{of}{CHOICE_BIAS}")
     held = experts.num_experts // mesh.expert
     for local in range(held):
         spelled = f"linear_fc{{}}.weight{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.weight"
         gate, up, down = (f"{of}{name.format(rank.expert * held + local)}.weight" for name in (names.gate, names.up, names.down))
         yield _gated(f"{to}mlp.experts.{spelled.format(1)}", (gate, up))
         yield _columns(f"{to}mlp.experts.{spelled.format(2)}", down)
+    if experts.shared_intermediate_size:
+        gate, up, down = (f"{of}{names.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        yield _gated(f"{to}mlp.shared_experts.linear_fc1.weight", (gate, up))
+        yield _columns(f"{to}mlp.shared_experts.linear_fc2.weight", down)
+    if experts.shared_gate:
+        yield _same(f"{to}mlp.shared_experts.gate_weight", f"{of}{SHARED_GATE}")
 
 
 def _same(name: str, of: str) -> Entry:
     return Entry(name, (of,), lambda parts, rank, size: parts[0], lambda parts: [parts[0]], is_replicated=True)
+
+
+def _rows(name: str, of: str) -> Entry:
+    return Entry(name, (of,), lambda parts, rank, size: parts[0].chunk(size)[rank], lambda parts: [torch.cat(parts)])
 
 
 def _columns(name: str, of: str) -> Entry:

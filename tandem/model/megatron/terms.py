@@ -1,0 +1,23 @@
+"""What of a network the layers of Megatron-Core have no place for. Imports no torch."""
+
+from dataclasses import replace
+
+from tandem.layout.shapes import ModelShapes
+
+
+def missing_term(shapes: ModelShapes) -> str | None:
+    """Returns a term of ``shapes`` for which Megatron's layers have no tensor or no setting, in words; ``None``: they have all."""
+    latent, experts = shapes.latent, shapes.experts
+    if experts is not None:
+        experts = replace(experts, sigmoid=None, softmax=None, shared_intermediate_size=0, shared_gate=False)
+    rest = replace(
+        shapes, latent=None, experts=experts, unrotated_layers=(), rotary_fraction=1.0,
+        rotary_interleaved=shapes.rotary_interleaved and latent is None,
+    )  # fmt: skip
+    if rest.further_terms:
+        return rest.further_terms[0]
+    if latent is not None and not shapes.rotary_interleaved:
+        return "latent attention that rotates other components than neighbours together"
+    if latent is not None and shapes.attention_bias:
+        return "biases of latent attention"
+    return None
