@@ -119,7 +119,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"'{path}' holds a JSON {type(content).__name__}; it must hold an object")
+        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
     return content
 
 
