@@ -7,63 +7,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from data_runs import command, refused, rows, train_until_killed, write_sections
+from data_runs import refused
+from module_runs import STEPS, check_read_by_transformers, early_letters, rl_recipe, run_sft, sft_recipe, write_model
 
 from tandem.cli.main import main
 from tandem.config.implementation import Implementation
 from tandem.config.recipe import load_config
-from tandem.jobs.start import dry_run, resume, train
+from tandem.jobs.start import dry_run, train
 from tandem.jobs.try_commands import data_commands, task_commands
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.planner.model_input import read_model
-from tandem.text.characters import make_character_tokenizer
-from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-TYPES: dict[str, dict[str, Any]] = {
-    "gpt_neox": {}, "stablelm": {"qk_layernorm": True}, "starcoder2": {"sliding_window": 9}, "qwen3": {"head_dim": 16},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2}, "granite": {"logits_scaling": 3.0},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
-}  # fmt: skip
-STEPS, LONG = 10, 40
-TRAINER: dict[str, Any] = {"learning_rate": 1e-2, "micro_batch_tokens": 64}
-
-
-def early_letters(completions: list[str], **kwargs: object) -> list[float]:
-    """A reward that differs between the answers of an untrained model."""
-    return [sum(text.count(letter) for letter in "01234") / 8 for text in completions]
-
-
-def write_model(folder: Path, model_type: str) -> Path:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    make_character_tokenizer("ascii", folder)
-    vocabulary = Tokenizer.from_folder(folder)
-    torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": vocabulary.eos_token_ids[0], "pad_token_id": vocabulary.pad_token_id}
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=vocabulary.vocab_size, **SIZES, **ends, **TYPES[model_type])
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-def check_read_by_transformers(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-
-
-def rl_recipe(model: Path, runs: Path, /, **changed: Any) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "model": {"path": str(model), "implementation": "transformers"}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3},
-        "rollout": {"prompts_per_step": 4, "max_tokens": 8}, "algorithm": {"name": "grpo", "group_size": 4, "kl_coef": 0.01, "kl_estimator": "k3"},
-        "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 512}, "run": {"max_steps": STEPS, "directory": str(runs)},
-    }  # fmt: skip
-    return {**sections, **{name: {**sections.get(name, {}), **values} for name, values in changed.items()}}
 
 
 def test_the_commands_at_the_end_of_a_run_name_what_computes_the_model() -> None:
@@ -125,25 +79,6 @@ def test_grpo_trains_an_adapter_that_peft_reads_and_the_model_with_it_merged(mod
     assert changed and all(name.removesuffix(".weight").rpartition(".")[2] in target_modules for name in changed)
 
 
-def sft_recipe(folder: Path, model: Path, /, **changed: Any) -> Path:
-    sections: dict[str, Any] = {
-        "algorithm": {"name": "sft"}, "model": {"path": str(model), "implementation": "transformers"},
-        "task": {"name": "sort", "min_digits": 2, "max_digits": 4},
-        "data": {"sequence_length": 48, "global_batch_size": 8}, "trainer": TRAINER,
-        "checkpoint": {"every_steps": 4, "keep": 2}, "run": {"max_steps": STEPS, "seed": 3, "directory": str(folder), "name": "run"},
-        "machine": {"threads": 1},
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    return write_sections(folder, sections, changed)
-
-
-def run_sft(folder: Path, model: Path, /, **changed: Any) -> list[dict[str, Any]]:
-    threads = torch.get_num_threads()
-    train(load_config(sft_recipe(folder, model, **changed)))
-    torch.set_num_threads(threads)
-    return rows(folder / "run")
-
-
 @pytest.mark.full
 def test_fine_tuning_of_a_declared_family_has_the_curve_of_tandems_own_network(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3")
@@ -152,99 +87,6 @@ def test_fine_tuning_of_a_declared_family_has_the_curve_of_tandems_own_network(t
     assert ours[0]["train/loss"] - ours[-1]["train/loss"] > 0.3
     assert [row["train/loss"] for row in theirs] == pytest.approx([row["train/loss"] for row in ours], rel=1e-4)
     assert [row["actor/grad_norm"] for row in theirs] == pytest.approx([row["actor/grad_norm"] for row in ours], rel=1e-3)
-
-
-LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 16.0, "target_modules": ["query_key_value", "dense_4h_to_h"]}}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {"gpt_neox": ("gpt_neox", {}), "dots1": ("dots1", {}), "adapter": ("gpt_neox", LORA)}
-"""By name: the type of the model, and keys of the section ``trainer``."""
-
-
-@pytest.fixture(scope="module", params=CASES)
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the model of one of ``CASES`` and the folder of its run of 40 steps, and the case's keys."""
-    model_type, trainer = CASES[request.param]
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run_sft(folder / "whole", write_model(folder / "model", model_type), run={"max_steps": LONG}, trainer={**TRAINER, **trainer})
-    return folder, trainer
-
-
-def same_files(folder: Path, other: Path) -> bool:
-    """Returns whether the folders of two runs have the same models and, where there is one, the same adapter."""
-    files = [path.relative_to(other) for name in ("model", "adapter") for path in (other / name).glob("*.safetensors")]
-    return bool(files) and all((folder / file).read_bytes() == (other / file).read_bytes() for file in files)
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_is_resumed_with_the_same_bits_and_transformers_reads_its_folder(
-    undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, trainer = undisturbed
-    recipe = sft_recipe(tmp_path, folder / "model", run={"max_steps": LONG}, trainer={**TRAINER, **trainer})
-    train_until_killed(recipe, tmp_path / "run", 5, limit_s=240)
-    assert len(rows(tmp_path / "run")) < LONG
-    threads = torch.get_num_threads()
-    resume(tmp_path / "run")
-    torch.set_num_threads(threads)
-    whole = folder / "whole" / "run"
-    assert rows(tmp_path / "run") == rows(whole) and rows(whole)[0]["train/loss"] > rows(whole)[-1]["train/loss"]
-    assert same_files(tmp_path / "run", whole) and (whole / "adapter").exists() == bool(trainer)
-    check_read_by_transformers(whole / "model")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_two_ranks_with_and_without_shards_have_the_curve_of_one(zero: int, undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, trainer = undisturbed
-    command("train", str(sft_recipe(tmp_path, folder / "model", parallel={"data": 2, "zero": zero}, trainer={**TRAINER, **trainer})))
-    expected = [row["train/loss"] for row in rows(folder / "whole" / "run")[:STEPS]]
-    assert [row["train/loss"] for row in rows(tmp_path / "run")] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.fixture(scope="module", params=["dots1", "adapter"])
-def undisturbed_grpo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the model of one of ``CASES`` and the folder of its run of ten steps of GRPO, and the sections of the recipe beside those of every one."""
-    model_type, trainer = CASES[request.param]
-    folder = tmp_path_factory.mktemp("grpo")
-    changed = {
-        "trainer": {**trainer, "learning_rate": 1e-2}, "rewards": {"functions": [{"function": f"{__file__}:early_letters"}]},
-        "checkpoint": {"every_steps": 3, "keep": 2}, "machine": {"threads": 1},
-    }  # fmt: skip
-    write_model(folder / "model", model_type)
-    grpo(folder, folder / "model", changed)
-    return folder, changed
-
-
-def grpo(folder: Path, model: Path, changed: dict[str, Any], parallel: dict[str, Any] | None = None) -> None:
-    """Writes the recipe of a run of GRPO named ``run`` in ``folder`` and trains it."""
-    folder.mkdir(exist_ok=True)
-    recipe = write_sections(folder, rl_recipe(model, folder, **changed), {"run": {"name": "run"}, "parallel": parallel or {}})
-    command("train", str(recipe))
-
-
-@pytest.mark.full
-def test_grpo_that_is_killed_is_resumed_with_the_same_bits(undisturbed_grpo: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, changed = undisturbed_grpo
-    recipe = write_sections(tmp_path, rl_recipe(folder / "model", tmp_path, **changed), {"run": {"name": "run"}})
-    train_until_killed(recipe, tmp_path / "run", 4, limit_s=240)
-    assert len(rows(tmp_path / "run")) < STEPS
-    command("resume", str(tmp_path / "run"))
-    whole = folder / "run"
-    assert rows(tmp_path / "run") == rows(whole) and [row["mismatch_max_abs"] for row in rows(whole)] == [0.0] * STEPS
-    assert any(row["actor/grad_norm"] > 0 for row in rows(whole)) and same_files(tmp_path / "run", whole)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("zero", [0, 2])
-def test_grpo_on_two_ranks_draws_with_the_bits_of_the_trainer_and_begins_with_the_curve_of_one(
-    zero: int, undisturbed_grpo: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, changed = undisturbed_grpo
-    grpo(tmp_path, folder / "model", changed, {"data": 2, "zero": zero})
-    ours, one = rows(tmp_path / "run"), rows(folder / "run")
-    assert [row["mismatch_max_abs"] for row in ours] == [0.0] * STEPS
-    # Later samples are drawn with weights whose last bits differ, and another token is drawn somewhere.
-    for key in ("reward/mean", "actor/grad_norm"):
-        assert [row[key] for row in ours[:2]] == pytest.approx([row[key] for row in one[:2]], rel=1e-3)
 
 
 CANNOT = {

@@ -22,7 +22,6 @@ def check_value_model(
     if not folder.is_dir():
         raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     shapes = read_shapes(folder, "any", implemented_by)
-    check_start_weights(path, folder, shapes)
     if needs_head and shapes.language_head:
         raise UserError(
             f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "
@@ -48,4 +47,6 @@ def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_t
     shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens, implemented_by=implemented_by)
     if not shapes.language_head:
         raise UserError(f"'reference.path' is '{path}', a model with a value head, which gives no probabilities of tokens; name a causal language model")
+    # A critic may begin with a model that was saved without a head, whose tensors have other names.
+    check_start_weights(path, found_model(path), shapes)
     return shapes
