@@ -49,14 +49,17 @@ def sequence(id: str, prompt: tuple[int, ...], completion: list[int], mask: list
 
 
 def groups(seed: int, prompts: int = 3, members: int = 4, prompt_tokens: int = 30, vocabulary: int = 41) -> list[TrainSequence]:
-    """Returns groups with a common prompt each, as long as those of ``prompt_tokens``, and completions of 1 to 20 tokens, some of them masked in part."""
+    """Returns groups with a common prompt each, as long as those of ``prompt_tokens``, and completions of 1 to 20 tokens, some of them masked in part. Half of
+    the completions begin as the one before them."""
     draw, made = random.Random(seed), []
     for group in range(prompts):
-        prompt = tuple(draw.randrange(vocabulary) for _ in range(prompt_tokens + group))
+        prompt, before = tuple(draw.randrange(vocabulary) for _ in range(prompt_tokens + group)), list[int]()
         for member in range(members):
             length = draw.randint(1, 20)
             mask = [float(draw.random() > 0.2) for _ in range(length)]
-            made.append(sequence(f"{group}/{member}", prompt, [draw.randrange(vocabulary) for _ in range(length)], mask, draw))
+            begun = before[: draw.randrange(length)] if draw.random() < 0.5 else []
+            before = begun + [draw.randrange(vocabulary) for _ in range(length - len(begun))]
+            made.append(sequence(f"{group}/{member}", prompt, before, mask, draw))
     return [s for s in made if forward_tokens(s)]
 
 
@@ -89,20 +92,21 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
 
 
-def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
+def test_layout_of_sequences_that_begin_alike_by_hand() -> None:
     draw = random.Random(0)
     first, second = sequence("a", (5, 6, 7), [8, 9], [1.0, 1.0], draw), sequence("b", (5, 6, 7), [10, 11, 12], [1.0, 0.0, 1.0], draw)
-    other, single = sequence("c", (5, 6), [7, 13], [1.0, 1.0], draw), sequence("d", (5, 6, 7), [14], [1.0], draw)
-    batch = collate([first, second, other, single], torch.float64, share_prompts=True)
-    # The last token of a sequence predicts nothing and is left out. c has another prompt; of d nothing but its prediction is left.
-    assert batch.tokens.tolist() == [5, 6, 7, 8, 10, 11, 5, 6, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2]
-    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 15] and batch.max_seqlen == 5
-    assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 9, 9]
-    assert batch.prompts.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7, 8, 0, 1, 2]
-    assert [places.tolist() for places in batch.prompts.places] == [[0, 1, 2, 3, 7, 8, 9, 10, 11], [4, 5, 6], [12, 13, 14]]
-    assert batch.rows.tolist() == [2, 3, 2, 5, 7, 8, 2] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 14]
-    assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    other, longer = sequence("c", (5, 6), [7, 13], [1.0, 1.0], draw), sequence("d", (5, 6, 7), [8, 14, 15], [1.0, 1.0, 1.0], draw)
+    batch = collate([first, second, other, longer], torch.float64, share_prompts=True)
+    # The last token of a sequence predicts nothing and is left out. Of c, whose prompt is another, nothing but its predictions is left; d has a token more
+    # than a, whose completion begins as its own does.
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 10, 11, 14]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 4]
+    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 17] and batch.max_seqlen == 5
+    assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 6, 7]
+    assert batch.prompts.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 0, 1, 2, 3, 6]
+    assert batch.rows.tolist() == [2, 3, 2, 5, 1, 2, 2, 3, 6] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 8, 14, 15]
+    assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert packed_tokens([first, second, other, longer], True) == 7
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
