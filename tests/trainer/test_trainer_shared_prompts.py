@@ -11,15 +11,17 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.recipe import recipe_of
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.kernels.api import TokenLogprobs
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.recompute import Recompute
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
-from tandem.trainer.micro_batch import collate, forward_tokens
+from tandem.trainer.micro_batch import MicroBatch, collate, forward_tokens
 from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.packing import pack_shares, packed_tokens
 from tandem.trainer.parallel.ranks import alone
@@ -189,19 +191,45 @@ def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
     assert sequence_logprobs(frozen, sequences, 100, 0.7, share_prompts=True) == sequence_logprobs(frozen, sequences, 100, 0.7)
 
 
+def of_all_rows(model: Decoder, batch: MicroBatch) -> TokenLogprobs:
+    """Returns the log-probabilities of a pass in which every layer computes all rows."""
+    hidden = model(batch.tokens, batch.positions, batch.context)
+    return model.head_outputs(hidden, batch.rows, batch.targets, 0.7, len(batch.tokens)).logprobs
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-def test_pass_without_gradient_leaves_out_the_last_mlp_of_tokens_that_predict_nothing_and_has_the_bits_of_one_with(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object], share_prompts: bool
+def test_a_pass_leaves_out_the_last_mlp_of_tokens_that_predict_nothing_and_has_the_bits_of_one_with(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object], share_prompts: bool, with_gradient: bool
 ) -> None:
     model, batch = small_model(kernels, torch.float32, **family), collate(groups(9), share_prompts=share_prompts)
-    whole, seen, gated = predict(model, batch, 0.7).logprobs, list[int](), model.kernels.silu_mul
+    whole, seen, gated = of_all_rows(model, batch), list[int](), model.kernels.silu_mul
     monkeypatch.setattr(model.kernels, "silu_mul", lambda x: [seen.append(len(x)), gated(x)][1])
-    with torch.no_grad():
+    with torch.set_grad_enabled(with_gradient):
         predicted = predict(model, batch, 0.7).logprobs
     assert torch.equal(predicted.raw, whole.raw) and torch.equal(predicted.scaled, whole.scaled) and torch.equal(predicted.entropy, whole.entropy)
     assert seen[-1] == len(set(batch.rows.tolist())) < 0.9 * len(batch.tokens)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_gradients_are_those_of_a_pass_over_all_rows_in_float64(family: dict[str, object], recompute: Recompute) -> None:
+    model, batch = small_model("reference", torch.float64, **family), collate(groups(10), torch.float64)
+    weights, found = torch.linspace(-1, 1, len(batch.rows), dtype=torch.float64), list[dict[str, torch.Tensor]]()
+    model.recompute = recompute
+    for logprobs in (of_all_rows(model, batch), predict(model, batch, 0.7).logprobs):
+        model.zero_grad(set_to_none=True)
+        (logprobs.scaled * weights).sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert distance(found[1], found[0]) < 1e-13
+
+
+def test_a_mixture_of_experts_in_the_last_layer_sees_every_token() -> None:
+    model, batch = small_model("cpu", torch.float32, architecture="qwen3_moe", experts=ExpertShapes(4, 2, 16)), collate(groups(9))
+    context, rows = model.wanting(batch.context, batch.rows, len(batch.tokens))
+    assert context.wanted is None and rows is batch.rows
 
 
 @pytest.mark.parametrize(
