@@ -67,7 +67,7 @@ def infer_sequences(
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
     shares = pack_shares(counted, ranks.size, micro_batch_tokens, share_prompts)
-    logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64) for _ in sequences]
+    logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64)] * len(sequences)
     if not counted:
         return logprobs
     own = shares[ranks.rank]

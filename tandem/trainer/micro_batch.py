@@ -83,10 +83,10 @@ def forward_tokens(sequence: TrainSequence) -> int:
 
 def counted_indices(sequence: TrainSequence) -> Sequence[int]:
     """Returns the indices of the counted tokens of ``sequence``, ascending."""
-    length = forward_tokens(sequence)
-    # If all tokens count, as in pretraining, a range makes slicing cheap; a GPU would wait for a loop over tokens.
-    every = range(1, length + 1)
-    return every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
+    length, mask, prompt = forward_tokens(sequence), sequence.loss_mask, sequence.prompt_length
+    # If all tokens count, as in pretraining, or all of a completion, a range makes slicing cheap; a GPU would wait for a loop over tokens.
+    every = range(1 if prompt == 0 or any(mask[:prompt]) else prompt, length + 1)
+    return every if 0 not in mask[every.start : every.stop] else [i for i in every if mask[i] != 0]
 
 
 def collate(
@@ -124,12 +124,10 @@ def collate(
         positions += range(own, length)
         bounds.append(bounds[-1] + length)
         query_start.append(len(tokens))
-        attended += before
-        attended += range(start + own, start + length)
-        if isinstance(counted, range) and own == 0:
-            rows += range(start, start + length)
-        else:
-            rows += [start + i - 1 if i > own else before[i - 1] for i in counted]
+        path = range(start, start + length) if not before else [*before, *range(start + own, start + length)]
+        if tree is not None:
+            attended += path
+        rows += path[counted.start - 1 : counted.stop - 1] if isinstance(counted, range) else [path[i - 1] for i in counted]
         _take(row_tokens, sequence.token_ids, counted)
         sequence_of_row += [number] * len(counted)
         _take(columns["mask"], sequence.loss_mask, counted)

@@ -62,8 +62,9 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
 def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False) -> list[list[Bin]]:
     """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``. ``share_prompts``: sequences with equal prompts
     are packed together, as far as they fit, and what they begin with in common counts once."""
-    if not share_prompts:
-        return _shares([forward_tokens(s) for s in sequences], ranks, micro_batch_tokens)
+    lengths = [forward_tokens(s) for s in sequences]
+    if not share_prompts or (ranks == 1 and sum(lengths) <= micro_batch_tokens):
+        return _shares(lengths, ranks, micro_batch_tokens)
     units = prompt_units(sequences, ranks, micro_batch_tokens)
     packed = _shares([packed_tokens([sequences[i] for i in unit], True) for unit in units], ranks, micro_batch_tokens)
     return [[tuple(sorted(i for unit in chosen for i in units[unit])) for chosen in bins] for bins in packed]
@@ -75,8 +76,7 @@ def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tok
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(_prompt(sequence), []).append(index)
-    total = packed_tokens(sequences, True)
-    most = min(micro_batch_tokens, -(-total // (2 * ranks))) if ranks > 1 else micro_batch_tokens
+    most = micro_batch_tokens if ranks == 1 else min(micro_batch_tokens, -(-packed_tokens(sequences, True) // (2 * ranks)))
     units: list[Bin] = []
     for prompt, group in groups.items():
         if not prompt:
