@@ -12,6 +12,7 @@ from tandem.config.recipe import recipe_of
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.kernels.api import TokenLogprobs
+from tandem.kernels.mixed import in_precision
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
@@ -19,7 +20,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.recompute import Recompute
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import update_policy
-from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.logprobs import _can_share, sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import MicroBatch, collate, forward_tokens
 from tandem.trainer.optimizers.adamw import AdamW
@@ -27,7 +28,7 @@ from tandem.trainer.packing import pack_shares, packed_tokens
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.step import predict
-from tandem.types import Batch, TrainSequence, UserError
+from tandem.types import Batch, RoutedExperts, TrainSequence, UserError
 
 CONFIG = AlgorithmConfig(kl_coef=0.1, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
 PLAIN = {"architecture": "qwen3", "qk_norm": True}
@@ -186,9 +187,33 @@ def test_update_with_shared_prompts_is_the_update_without_and_says_what_it_saved
         assert result.packing["perf/padding_share"] == pytest.approx(1 - result.tokens / (120 * result.packing["perf/micro_batches"]))
 
 
-def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
-    sequences, frozen = groups(8), FrozenReplica(alone(), small_model("cpu", torch.float32))
-    assert sequence_logprobs(frozen, sequences, 100, 0.7, share_prompts=True) == sequence_logprobs(frozen, sequences, 100, 0.7)
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_pass_without_gradient_computes_equal_beginnings_once_and_has_the_bits_of_separate_copies(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object]
+) -> None:
+    sequences, model, seen = groups(8), small_model(kernels, torch.float32, **family), list[int]()
+    frozen, forward = FrozenReplica(alone(), model), model.forward
+    monkeypatch.setattr(model, "forward", lambda tokens, *rest: [seen.append(len(tokens)), forward(tokens, *rest)][1])
+    found = sequence_logprobs(frozen, sequences, 4096, 0.7)
+    assert seen == [packed_tokens(sequences, True)] and seen[0] < 0.6 * packed_tokens(sequences, False)
+    assert sequence_logprobs(frozen, sequences, 100, 0.7) == found
+    with monkeypatch.context() as patched:
+        patched.setattr("tandem.trainer.logprobs._can_share", lambda *_: False)
+        seen.clear()
+        assert sequence_logprobs(frozen, sequences, 4096, 0.7) == found
+    assert seen == [packed_tokens(sequences, False)]
+
+
+@pytest.mark.parametrize("case", ["float64", "fp8", "recorded routing"])
+def test_a_pass_without_gradient_computes_each_sequence_by_itself_where_sharing_changes_results(case: str) -> None:
+    model, sequences = small_model("reference", torch.float64 if case == "float64" else torch.float32), groups(8)
+    if case == "fp8":
+        model.kernels = in_precision(model.kernels, "fp8", model.device)
+    if case == "recorded routing":
+        sequences = [replace(each, routed_experts=RoutedExperts(1, 1, 1, bytes(len(each.token_ids) - 1))) for each in sequences]
+    assert not _can_share(FrozenReplica(alone(), model), sequences)
+    assert _can_share(FrozenReplica(alone(), small_model("reference", torch.float32)), groups(8))
 
 
 def of_all_rows(model: Decoder, batch: MicroBatch) -> TokenLogprobs:
