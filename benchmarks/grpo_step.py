@@ -72,6 +72,10 @@ class Side:
     def mean_length(self) -> float:
         return float(sum(step["mean_length"] for step in self.steps) / len(self.steps))
 
+    @property
+    def shared_share(self) -> float:
+        return float(sum(step["shared_share"] for step in self.steps) / len(self.steps))
+
 
 @dataclass(frozen=True)
 class Work:
@@ -85,14 +89,18 @@ class Work:
     reference: bool
     rates: list[dict[str, float]]
 
-    def flops(self, completion_tokens: float, *, share_prompts: bool) -> float:
+    def flops(self, completion_tokens: float, common: float, *, share_prompts: bool) -> float:
         """Operations of the products of one step with completions of so many tokens on average. The last token of a sequence is never fed; a rollout computes
-        the prompt of a group once, and so does everything else with ``share_prompts``."""
+        the prompt of a group once. ``common``: of the tokens of all sequences, those that an earlier sequence begins with too, which are computed once by the
+        reference, and with ``share_prompts`` in training."""
         samples = self.prompts * self.group
         fed, states = samples * (completion_tokens - 1), samples * (completion_tokens - 1) + self.prompts
-        shared = forward_flops(self.shapes, fed + self.prompts * self.prompt_tokens, states)
-        whole = forward_flops(self.shapes, fed + samples * self.prompt_tokens, samples * completion_tokens)
-        return shared + (FORWARD_AND_BACKWARD + self.reference) * (shared if share_prompts else whole)
+        drawn = forward_flops(self.shapes, fed + self.prompts * self.prompt_tokens, states)
+        tokens = fed + samples * self.prompt_tokens
+        once = tokens * (1 - common)
+        shared = forward_flops(self.shapes, once, once - self.prompts * (self.prompt_tokens - 1))
+        trained = shared if share_prompts else forward_flops(self.shapes, tokens, samples * completion_tokens)
+        return drawn + FORWARD_AND_BACKWARD * trained + self.reference * shared
 
 
 def start_of(name: str, work: Path) -> Path:
@@ -187,6 +195,7 @@ def tables(load: str, threads: int, kl: str, sides: dict[str, Side], made: Work,
         lines.append(f"| {name} | {cpu} | {wall} | {side.mean_length:.2f} | {sizes} |")
     lines += ["", "| TRL over ours | CPU s | wall s | peak memory, ours over TRL's |", "|---|---|---|---|"]
     kind, bounds = "cpu_s" if threads == 1 else "wall_s", list[str]()
+    common = max(side.shared_share for side in ours.values())
     for name, side in ours.items():
         ratios = {}
         for clock in ("cpu_s", "wall_s"):
@@ -196,7 +205,7 @@ def tables(load: str, threads: int, kl: str, sides: dict[str, Side], made: Work,
         memory = side.peak.total / leanest
         cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | **{memory:.2f}** |")
-        flops = made.flops(side.mean_length, share_prompts=name != "tandem")
+        flops = made.flops(side.mean_length, common, share_prompts=name != "tandem")
         fastest = least_s(flops, made.rates, kind)
         imports = max(each.own + each.common for each in side.processes if "fork_server" in each.name)
         held = held_bytes(made.shapes, imports + side.peak.mapped_files, made.reference)
@@ -209,6 +218,7 @@ def tables(load: str, threads: int, kl: str, sides: dict[str, Side], made: Work,
     rate = max(each[kind] for each in made.rates) / 1e9
     lines += ["", f"Products at {rate:.0f} GFLOP/s; ratio of {'CPU' if kind == 'cpu_s' else 'wall'} seconds and of memory, if there were nothing else:", ""]
     lines += ["| side | GFLOP a step | s | bound | share of it | MiB | bound | share of it |", "|---|---|---|---|---|---|---|---|", *bounds]
+    lines += ["", f"{common:.0%} of the tokens of all sequences are those that an earlier one begins with too."]
     lines += ["", "CPU seconds of each phase, median:", "", "| side | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
     for name, side in sides.items():
         lines.append(f"| {name} | " + " | ".join(f"{side.phase(phase, 'phase_cpu_s'):.3f}" for phase in PHASES) + " |")

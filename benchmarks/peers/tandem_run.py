@@ -17,7 +17,10 @@ import tandem
 
 PHASES = {"rollout": "rollout", "inference": "inference", "train": "train"}
 """Names of the run's phases and of the benchmark's; every other one is part of the weight update."""
-METRICS = {"reward/mean": "reward", "response_length/mean": "mean_length", "mismatch_kl": "mismatch_kl", "train/loss": "loss"}
+METRICS = {
+    "reward/mean": "reward", "response_length/mean": "mean_length", "mismatch_kl": "mismatch_kl", "train/loss": "loss",
+    "perf/shared_prompt_share": "shared_share",
+}  # fmt: skip
 """Names of the row's metrics and of the answer's."""
 
 

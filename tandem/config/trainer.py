@@ -50,8 +50,8 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384
     """Maximum number of tokens in one forward and backward pass. Loss and gradients do not depend on it."""
     share_prompts: bool = False
-    """Compute the prompt of a group once in a forward and backward pass, not once a completion; with `dpo`, what the two answers of a pair begin with.
-    Log-probabilities keep their bits; gradients are sums in another order."""
+    """Compute what sequences begin with in common once in a forward and backward pass: the prompt of a group, and its completions as far as they are
+    equal; with `dpo`, what the two answers of a pair begin with. Log-probabilities keep their bits; gradients are sums in another order."""
     recompute: Literal["none", "full", "selective"] = "none"
     """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
     layers (`full`). The bits of gradients do not change."""

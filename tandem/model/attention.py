@@ -17,7 +17,7 @@ class PackedContext:
     """Concatenated whole sequences: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start at 0.
     ``max_seqlen``: the longest, in tokens. ``prompts``: where sequences share their prompts; ``cu_seqlens`` then marks the keys of each.
     ``routed_experts[T, layers, k]``: of a mixture of experts, those that each token is sent to in every layer of the model (``None``: its routers choose).
-    ``wanted[W]`` int64: as of a ``PagedContext``, in one process and without gradient."""
+    ``wanted[W]`` int64: as of a ``PagedContext``, on ranks that have all rows of their batch."""
 
     cu_seqlens: Tensor
     max_seqlen: int

@@ -175,14 +175,19 @@ class Decoder(DecoderWeights):
         return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
     def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
-        """Returns the ``head_outputs`` of a packed batch. Without gradient the last layer computes nothing behind its attention for tokens that predict
-        nothing, where that changes no bit of the others."""
-        # A mixture of experts is told which tokens it sees, and a sum over tokens, as a gradient is, would have other bits without those whose share is zero.
+        """Returns the ``head_outputs`` of a packed batch."""
+        context, rows = self.wanting(context, rows, len(tokens))
+        return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
+
+    def wanting(self, context: PackedContext, rows: Tensor, tokens: int) -> tuple[PackedContext, Tensor]:
+        """Returns the context of a packed batch of which the tokens ``rows[R]`` are wanted, so that the last layer computes nothing behind its attention for
+        the other ones, and the places of ``rows`` among the hidden states: the same as given where that would change a bit of a result."""
+        # A mixture of experts is told which tokens it sees; tensor- and context-parallel ranks exchange all rows.
         sees_all = self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None or not has_independent_rows(self.kernels)
-        if torch.is_grad_enabled() or self.parallel is not None or sees_all:
-            return self.head_outputs(self(tokens, positions, context), rows, targets, temperature, len(tokens))
+        if sees_all or (self.parallel is not None and not self.parallel.has_all_rows):
+            return context, rows
         wanted, places = rows.unique(return_inverse=True)
-        return self.head_outputs(self(tokens, positions, replace(context, wanted=wanted)), places, targets, temperature, len(tokens))
+        return (context, rows) if len(wanted) == tokens else (replace(context, wanted=wanted), places)
 
     def values(self, hidden: Tensor, rows: Tensor, tokens: int) -> Tensor:
         """Returns the value head's numbers [R] of the tokens ``rows[R]`` of a packed batch of ``tokens`` tokens; ``hidden`` is the output of

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.mixed import has_independent_rows
 from tandem.model.decoder import Decoder
 from tandem.trainer.micro_batch import MicroBatch, counted_indices, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack_shares
@@ -62,12 +63,14 @@ def infer_sequences(
     """Returns the log-probabilities (nats) of the counted tokens of each of ``sequences``: float64 [2, n] on the CPU, raw and at
     ``temperature``; of a model with a value head the values too (``infer``).
 
-    Every rank of the mesh is given all of ``sequences`` and returns those of all; each data-parallel rank computes its share."""
+    Every rank of the mesh is given all of ``sequences`` and returns those of all; each data-parallel rank computes its share. What sequences begin with in
+    common is computed once with ``share_prompts``, and wherever that changes no bit."""
     ranks = forward.ranks.data
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
+    share_prompts = share_prompts or _can_share(forward, counted)
     shares = pack_shares(counted, ranks.size, micro_batch_tokens, share_prompts)
-    logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64) for _ in sequences]
+    logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64)] * len(sequences)
     if not counted:
         return logprobs
     own = shares[ranks.rank]
@@ -87,6 +90,17 @@ def infer_sequences(
         for place, value in zip(order, part.split(counts, dim=1), strict=True):
             logprobs[indices[place]] = value
     return logprobs
+
+
+def _can_share(forward: Inferring, sequences: Sequence[TrainSequence]) -> bool:
+    """Returns whether equal beginnings of ``sequences`` can be computed once without a change of any result."""
+    model = forward.model
+    if not isinstance(model, Decoder) or model.shapes.transformers is not None or not has_independent_rows(model.kernels):
+        return False
+    # In float64 products are torch's own, which give a row other bits when the number of rows changes; context-parallel ranks divide a batch by its rows.
+    if model.dtype is torch.float64 or forward.ranks.groups["context"].size > 1:
+        return False
+    return model.router_balance is None and all(sequence.routed_experts is None for sequence in sequences)
 
 
 def sequence_logprobs(

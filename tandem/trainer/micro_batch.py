@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tandem.kernels.reference_dtype import compute_dtype
 from tandem.model.attention import PackedContext
-from tandem.model.shared_prompts import SharedPrompts, shared_prompts
+from tandem.model.shared_prompts import SharedPrompts
+from tandem.trainer.prefix_tree import PrefixTree
 from tandem.types import RoutedExperts, TrainSequence
 
 Number = TypeVar("Number", int, float)
@@ -27,8 +28,8 @@ class MicroBatch:
     """T tokens of S sequences, R of which predict a counted token.
 
     ``tokens[T]``, ``positions[T]`` int64; ``cu_seqlens[S + 1]`` int32 and ``max_seqlen`` mark the sequences.
-    ``rows[R]`` int64: which of the T hidden states predict, ascending; ``targets[R]`` int64: what they predict. ``prompts``: where sequences share
-    prompts, ``cu_seqlens`` marks what they attend to, and the last token of a shared prompt predicts several targets.
+    ``rows[R]`` int64: which of the T hidden states predict, ascending; ``targets[R]`` int64: what they predict. ``prompts``: where sequences share what
+    they begin with, ``cu_seqlens`` marks what they attend to, and a shared token predicts several targets.
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
     ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
@@ -82,10 +83,10 @@ def forward_tokens(sequence: TrainSequence) -> int:
 
 def counted_indices(sequence: TrainSequence) -> Sequence[int]:
     """Returns the indices of the counted tokens of ``sequence``, ascending."""
-    length = forward_tokens(sequence)
-    # If all tokens count, as in pretraining, a range makes slicing cheap; a GPU would wait for a loop over tokens.
-    every = range(1, length + 1)
-    return every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
+    length, mask, prompt = forward_tokens(sequence), sequence.loss_mask, sequence.prompt_length
+    # If all tokens count, as in pretraining, or all of a completion, a range makes slicing cheap; a GPU would wait for a loop over tokens.
+    every = range(1 if prompt == 0 or any(mask[:prompt]) else prompt, length + 1)
+    return every if 0 not in mask[every.start : every.stop] else [i for i in every if mask[i] != 0]
 
 
 def collate(
@@ -97,8 +98,8 @@ def collate(
 ) -> MicroBatch:
     """Returns one micro-batch of ``sequences``, each of which has a counted token, for a model of ``dtype``.
 
-    ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. ``share_prompts``: equal prompts are in the batch once,
-    with the first of their sequences. Raises ``ValueError`` for a sequence whose fields are inconsistent."""
+    ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. ``share_prompts``: what sequences begin with in common,
+    the prompt of a group at least, is in the batch once, with the first of them. Raises ``ValueError`` for a sequence whose fields are inconsistent."""
     tokens: list[int] = []
     positions: list[int] = []
     bounds, rows, row_tokens, sequence_of_row, off_policy = [0], list[int](), list[int](), list[int](), list[int]()
@@ -107,7 +108,7 @@ def collate(
     }
     with_reference = all(s.reference_logprobs is not None for s in sequences)
     routings: list[Tensor] = []
-    prompt_rows: dict[tuple[int, ...], int] = {}
+    tree = PrefixTree() if share_prompts else None
     query_start, attended = [0], list[int]()
     if any(s.routed_experts is not None for s in sequences) and any(s.routed_experts is None for s in sequences):
         raise ValueError("some sequences of a micro-batch have a recorded routing and others have none")
@@ -115,21 +116,18 @@ def collate(
         length = forward_tokens(sequence)
         _check(sequence, length)
         counted = counted_indices(sequence)
-        prompt = shared_part(sequence) if share_prompts else ()
-        # The tokens before ``own`` are those of an earlier sequence, from row ``before`` on; the row of position p is ``start + p`` for the others.
-        before, own = (prompt_rows[prompt], len(prompt)) if prompt in prompt_rows else (0, 0)
+        # The first ``own`` tokens are rows of earlier sequences; the row of position p is ``start + p`` for the others.
+        before = [] if tree is None else tree.add(sequence.token_ids[:length])
+        own = len(before)
         start = len(tokens) - own
-        prompt_rows.setdefault(prompt, start)
         tokens += sequence.token_ids[own:length]
         positions += range(own, length)
         bounds.append(bounds[-1] + length)
         query_start.append(len(tokens))
-        attended += range(before, before + own)
-        attended += range(start + own, start + length)
-        if isinstance(counted, range) and own == 0:
-            rows += range(start, start + length)
-        else:
-            rows += [(start if i > own else before) + i - 1 for i in counted]
+        path = range(start, start + length) if not before else [*before, *range(start + own, start + length)]
+        if tree is not None:
+            attended += path
+        rows += path[counted.start - 1 : counted.stop - 1] if isinstance(counted, range) else [path[i - 1] for i in counted]
         _take(row_tokens, sequence.token_ids, counted)
         sequence_of_row += [number] * len(counted)
         _take(columns["mask"], sequence.loss_mask, counted)
@@ -185,13 +183,7 @@ def _routing(routed: RoutedExperts) -> Tensor:
 
 def _prompts(attended: list[int], query_start: list[int], device: torch.device | str) -> SharedPrompts:
     """Returns the ``SharedPrompts`` of the rows ``attended``, on ``device``."""
-    made = shared_prompts(_tensor(array("q", attended), torch.int64), torch.tensor(query_start, dtype=torch.int32))
-    return SharedPrompts(on_device(made.rows, device), on_device(made.query_start, device), tuple(on_device(places, device) for places in made.places))
-
-
-def shared_part(sequence: TrainSequence) -> tuple[int, ...]:
-    """Returns the tokens of ``sequence`` that others may share: its prompt, if all of it goes through the network."""
-    return sequence.token_ids[: sequence.prompt_length] if forward_tokens(sequence) >= sequence.prompt_length else ()
+    return SharedPrompts(on_device(_tensor(array("q", attended), torch.int64), device), on_device(torch.tensor(query_start, dtype=torch.int32), device))
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:

@@ -11,10 +11,10 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
-from tandem.trainer.micro_batch import Bin, forward_tokens, shared_part
+from tandem.trainer.micro_batch import Bin, forward_tokens
+from tandem.trainer.prefix_tree import PrefixTree
 from tandem.types import TrainSequence
 
 Item = TypeVar("Item")
@@ -61,9 +61,10 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
 
 def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False) -> list[list[Bin]]:
     """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``. ``share_prompts``: sequences with equal prompts
-    are packed together, as far as they fit, and the prompt counts once."""
-    if not share_prompts:
-        return _shares([forward_tokens(s) for s in sequences], ranks, micro_batch_tokens)
+    are packed together, as far as they fit, and what they begin with in common counts once."""
+    lengths = [forward_tokens(s) for s in sequences]
+    if not share_prompts or (ranks == 1 and sum(lengths) <= micro_batch_tokens):
+        return _shares(lengths, ranks, micro_batch_tokens)
     units = prompt_units(sequences, ranks, micro_batch_tokens)
     packed = _shares([packed_tokens([sequences[i] for i in unit], True) for unit in units], ranks, micro_batch_tokens)
     return [[tuple(sorted(i for unit in chosen for i in units[unit])) for chosen in bins] for bins in packed]
@@ -74,9 +75,8 @@ def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tok
     at most half of a rank's share, so that the ranks' shares stay even."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, sequence in enumerate(sequences):
-        groups.setdefault(shared_part(sequence), []).append(index)
-    total = packed_tokens(sequences, True)
-    most = min(micro_batch_tokens, -(-total // (2 * ranks))) if ranks > 1 else micro_batch_tokens
+        groups.setdefault(_prompt(sequence), []).append(index)
+    most = micro_batch_tokens if ranks == 1 else min(micro_batch_tokens, -(-packed_tokens(sequences, True) // (2 * ranks)))
     units: list[Bin] = []
     for prompt, group in groups.items():
         if not prompt:
@@ -89,8 +89,17 @@ def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tok
 
 def packed_tokens(sequences: Sequence[TrainSequence], share_prompts: bool) -> int:
     """Returns the tokens of one micro-batch of ``sequences`` that go through the network."""
-    prompts = [shared_part(sequence) for sequence in sequences] if share_prompts else []
-    return sum(map(forward_tokens, sequences)) - sum(map(len, prompts)) + sum(map(len, set(prompts)))
+    if not share_prompts:
+        return sum(map(forward_tokens, sequences))
+    tree = PrefixTree()
+    for sequence in sequences:
+        tree.add(sequence.token_ids[: forward_tokens(sequence)])
+    return len(tree)
+
+
+def _prompt(sequence: TrainSequence) -> tuple[int, ...]:
+    """Returns the prompt of ``sequence``, if all of it goes through the network."""
+    return sequence.token_ids[: sequence.prompt_length] if forward_tokens(sequence) >= sequence.prompt_length else ()
 
 
 def _shares(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
@@ -103,7 +112,7 @@ def _shares(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> list
 
 def pack_pairs(sequences: Sequence[TrainSequence], micro_batch_tokens: int, share_prompts: bool = False) -> list[Bin]:
     """Returns the micro-batches of ``sequences`` by index, packed so that sequences 2i and 2i + 1, a preference pair, are side by side in one.
-    ``share_prompts``: the prompt of a pair counts once."""
+    ``share_prompts``: what a pair begins with in common counts once."""
     return pack_pair_shares(sequences, 1, micro_batch_tokens, share_prompts)[0]
 
 
@@ -112,18 +121,6 @@ def pack_pair_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch
     lengths = [packed_tokens(pair, share_prompts) for pair in zip(sequences[::2], sequences[1::2], strict=True)]
     shares = _shares(lengths, ranks, micro_batch_tokens)
     return [[tuple(index for pair in pairs for index in (2 * pair, 2 * pair + 1)) for pairs in bins] for bins in shares]
-
-
-def with_common_beginning(pairs: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Returns ``pairs``, sequences 2i and 2i + 1 of a preference pair, with all that the two begin with as their prompt: what a token's log-probability is
-    does not depend on whether the tokens before it are learned."""
-    sequences = []
-    for pair in zip(pairs[::2], pairs[1::2], strict=True):
-        most = min(map(forward_tokens, pair))
-        columns = enumerate(zip(*(sequence.token_ids[:most] for sequence in pair), strict=True))
-        common = next((place for place, (chosen, rejected) in columns if chosen != rejected), most)
-        sequences += [replace(sequence, prompt_length=common) for sequence in pair]
-    return sequences
 
 
 def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:

@@ -179,8 +179,9 @@ def decode_samples(data: Buffer) -> list[Sample]:
     total = sum(len(row) for row in tokens)
     logprobs = _unpack(frame, "logprobs", _FLOAT64, total)
     sampling = _unpack(frame, "sampling_logprobs", _FLOAT64, total)
-    pairs = zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True)
-    versions = [None if pair == _NO_VERSION else WeightVersion(*pair) for pair in pairs]
+    pairs = list(zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True))
+    version_of = {pair: None if pair == _NO_VERSION else WeightVersion(*pair) for pair in set(pairs)}
+    versions = [version_of[pair] for pair in pairs]
     masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else [()] * count
     messages = _column(frame, "messages", list, count) if "messages" in frame.meta else [[]] * count
     faults = _column(frame, "fault", str, count) if "fault" in frame.meta else [""] * count

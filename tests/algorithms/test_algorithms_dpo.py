@@ -16,7 +16,7 @@ from tandem.rl.algorithms.online_dpo import best_and_worst, pairs_of
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.dpo import AnswerRatios, dpo_loss, make_dpo_loss
 from tandem.trainer.micro_batch import blank, collate
-from tandem.trainer.packing import pack_pairs, with_common_beginning
+from tandem.trainer.packing import pack_pairs
 from tandem.types import FinishReason, Sample, Score, ScoreState, TrainSequence, UserError, WeightVersion
 
 LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3))
@@ -122,10 +122,7 @@ def test_what_the_answers_of_a_pair_begin_with_is_computed_once() -> None:
     # 7 7 | 1 2 3 and 7 7 | 1 4: three tokens in common, of which one is learned. 8 | 5 5 and 8 | 5 5 6: the last token goes through the network once only
     # where one follows.
     rows = [((7, 7, 1, 2, 3), 2), ((7, 7, 1, 4), 2), ((8, 5, 5), 1), ((8, 5, 5, 6), 1)]
-    plain = [TrainSequence(str(i), ids, prompt, (0.0,) * prompt + (1.0,) * (len(ids) - prompt)) for i, (ids, prompt) in enumerate(rows)]
-    sequences = with_common_beginning(plain)
-    assert [sequence.prompt_length for sequence in sequences] == [3, 3, 2, 2]
-    assert [sequence.loss_mask for sequence in sequences] == [sequence.loss_mask for sequence in plain]
+    sequences = [TrainSequence(str(i), ids, prompt, (0.0,) * prompt + (1.0,) * (len(ids) - prompt)) for i, (ids, prompt) in enumerate(rows)]
     # Through the network go 4 + 3 - 3 and 2 + 3 - 2 tokens; apart they are 7 and 5.
     assert pack_pairs(sequences, 7, share_prompts=True) == [(0, 1, 2, 3)] and pack_pairs(sequences, 7) == [(0, 1), (2, 3)]
     micro_batch = collate(sequences, torch.float64, share_prompts=True)

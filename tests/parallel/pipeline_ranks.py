@@ -108,7 +108,7 @@ def train_pipeline(
     optimizer = make_optimizer(model, case.trainer)
     logits: list[torch.Tensor] = []
 
-    def keep(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    def keep(hidden: torch.Tensor, micro_batch: MicroBatch, rows: torch.Tensor) -> torch.Tensor:
         logits.append(model.packed_logits(hidden, len(micro_batch.tokens)))
         return logits[-1]
 

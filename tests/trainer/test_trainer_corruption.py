@@ -81,7 +81,7 @@ def test_the_rank_that_differs_from_most_is_wrong(computations: list[Computation
 
 def is_equal(one: object, other: object) -> bool:
     if isinstance(one, SharedPrompts) and isinstance(other, SharedPrompts):
-        return all(map(torch.equal, (one.rows, one.query_start, *one.places), (other.rows, other.query_start, *other.places)))
+        return all(map(torch.equal, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return one == other

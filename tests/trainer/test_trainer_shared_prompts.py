@@ -11,21 +11,24 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.recipe import recipe_of
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.kernels.api import TokenLogprobs
+from tandem.kernels.mixed import in_precision
 from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.linear_attention import LinearAttention
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.recompute import Recompute
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import update_policy
-from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.logprobs import _can_share, sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
-from tandem.trainer.micro_batch import collate, forward_tokens
+from tandem.trainer.micro_batch import MicroBatch, collate, forward_tokens
 from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.packing import pack_shares, packed_tokens
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.step import predict
-from tandem.types import Batch, TrainSequence, UserError
+from tandem.types import Batch, RoutedExperts, TrainSequence, UserError
 
 CONFIG = AlgorithmConfig(kl_coef=0.1, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
 PLAIN = {"architecture": "qwen3", "qk_norm": True}
@@ -49,14 +52,17 @@ def sequence(id: str, prompt: tuple[int, ...], completion: list[int], mask: list
 
 
 def groups(seed: int, prompts: int = 3, members: int = 4, prompt_tokens: int = 30, vocabulary: int = 41) -> list[TrainSequence]:
-    """Returns groups with a common prompt each, as long as those of ``prompt_tokens``, and completions of 1 to 20 tokens, some of them masked in part."""
+    """Returns groups with a common prompt each, as long as those of ``prompt_tokens``, and completions of 1 to 20 tokens, some of them masked in part. Half of
+    the completions begin as the one before them."""
     draw, made = random.Random(seed), []
     for group in range(prompts):
-        prompt = tuple(draw.randrange(vocabulary) for _ in range(prompt_tokens + group))
+        prompt, before = tuple(draw.randrange(vocabulary) for _ in range(prompt_tokens + group)), list[int]()
         for member in range(members):
             length = draw.randint(1, 20)
             mask = [float(draw.random() > 0.2) for _ in range(length)]
-            made.append(sequence(f"{group}/{member}", prompt, [draw.randrange(vocabulary) for _ in range(length)], mask, draw))
+            begun = before[: draw.randrange(length)] if draw.random() < 0.5 else []
+            before = begun + [draw.randrange(vocabulary) for _ in range(length - len(begun))]
+            made.append(sequence(f"{group}/{member}", prompt, before, mask, draw))
     return [s for s in made if forward_tokens(s)]
 
 
@@ -89,20 +95,21 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
 
 
-def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
+def test_layout_of_sequences_that_begin_alike_by_hand() -> None:
     draw = random.Random(0)
     first, second = sequence("a", (5, 6, 7), [8, 9], [1.0, 1.0], draw), sequence("b", (5, 6, 7), [10, 11, 12], [1.0, 0.0, 1.0], draw)
-    other, single = sequence("c", (5, 6), [7, 13], [1.0, 1.0], draw), sequence("d", (5, 6, 7), [14], [1.0], draw)
-    batch = collate([first, second, other, single], torch.float64, share_prompts=True)
-    # The last token of a sequence predicts nothing and is left out. c has another prompt; of d nothing but its prediction is left.
-    assert batch.tokens.tolist() == [5, 6, 7, 8, 10, 11, 5, 6, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2]
-    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 15] and batch.max_seqlen == 5
-    assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 9, 9]
-    assert batch.prompts.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7, 8, 0, 1, 2]
-    assert [places.tolist() for places in batch.prompts.places] == [[0, 1, 2, 3, 7, 8, 9, 10, 11], [4, 5, 6], [12, 13, 14]]
-    assert batch.rows.tolist() == [2, 3, 2, 5, 7, 8, 2] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 14]
-    assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    other, longer = sequence("c", (5, 6), [7, 13], [1.0, 1.0], draw), sequence("d", (5, 6, 7), [8, 14, 15], [1.0, 1.0, 1.0], draw)
+    batch = collate([first, second, other, longer], torch.float64, share_prompts=True)
+    # The last token of a sequence predicts nothing and is left out. Of c, whose prompt is another, nothing but its predictions is left; d has a token more
+    # than a, whose completion begins as its own does.
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 10, 11, 14]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 4]
+    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 17] and batch.max_seqlen == 5
+    assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 6, 7]
+    assert batch.prompts.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 0, 1, 2, 3, 6]
+    assert batch.rows.tolist() == [2, 3, 2, 5, 1, 2, 2, 3, 6] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 8, 14, 15]
+    assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert packed_tokens([first, second, other, longer], True) == 7
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
@@ -180,24 +187,74 @@ def test_update_with_shared_prompts_is_the_update_without_and_says_what_it_saved
         assert result.packing["perf/padding_share"] == pytest.approx(1 - result.tokens / (120 * result.packing["perf/micro_batches"]))
 
 
-def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
-    sequences, frozen = groups(8), FrozenReplica(alone(), small_model("cpu", torch.float32))
-    assert sequence_logprobs(frozen, sequences, 100, 0.7, share_prompts=True) == sequence_logprobs(frozen, sequences, 100, 0.7)
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_pass_without_gradient_computes_equal_beginnings_once_and_has_the_bits_of_separate_copies(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object]
+) -> None:
+    sequences, model, seen = groups(8), small_model(kernels, torch.float32, **family), list[int]()
+    frozen, forward = FrozenReplica(alone(), model), model.forward
+    monkeypatch.setattr(model, "forward", lambda tokens, *rest: [seen.append(len(tokens)), forward(tokens, *rest)][1])
+    found = sequence_logprobs(frozen, sequences, 4096, 0.7)
+    assert seen == [packed_tokens(sequences, True)] and seen[0] < 0.6 * packed_tokens(sequences, False)
+    assert sequence_logprobs(frozen, sequences, 100, 0.7) == found
+    with monkeypatch.context() as patched:
+        patched.setattr("tandem.trainer.logprobs._can_share", lambda *_: False)
+        seen.clear()
+        assert sequence_logprobs(frozen, sequences, 4096, 0.7) == found
+    assert seen == [packed_tokens(sequences, False)]
 
 
+@pytest.mark.parametrize("case", ["float64", "fp8", "recorded routing"])
+def test_a_pass_without_gradient_computes_each_sequence_by_itself_where_sharing_changes_results(case: str) -> None:
+    model, sequences = small_model("reference", torch.float64 if case == "float64" else torch.float32), groups(8)
+    if case == "fp8":
+        model.kernels = in_precision(model.kernels, "fp8", model.device)
+    if case == "recorded routing":
+        sequences = [replace(each, routed_experts=RoutedExperts(1, 1, 1, bytes(len(each.token_ids) - 1))) for each in sequences]
+    assert not _can_share(FrozenReplica(alone(), model), sequences)
+    assert _can_share(FrozenReplica(alone(), small_model("reference", torch.float32)), groups(8))
+
+
+def of_all_rows(model: Decoder, batch: MicroBatch) -> TokenLogprobs:
+    """Returns the log-probabilities of a pass in which every layer computes all rows."""
+    hidden = model(batch.tokens, batch.positions, batch.context)
+    return model.head_outputs(hidden, batch.rows, batch.targets, 0.7, len(batch.tokens)).logprobs
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-def test_pass_without_gradient_leaves_out_the_last_mlp_of_tokens_that_predict_nothing_and_has_the_bits_of_one_with(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object], share_prompts: bool
+def test_a_pass_leaves_out_the_last_mlp_of_tokens_that_predict_nothing_and_has_the_bits_of_one_with(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, family: dict[str, object], share_prompts: bool, with_gradient: bool
 ) -> None:
     model, batch = small_model(kernels, torch.float32, **family), collate(groups(9), share_prompts=share_prompts)
-    whole, seen, gated = predict(model, batch, 0.7).logprobs, list[int](), model.kernels.silu_mul
+    whole, seen, gated = of_all_rows(model, batch), list[int](), model.kernels.silu_mul
     monkeypatch.setattr(model.kernels, "silu_mul", lambda x: [seen.append(len(x)), gated(x)][1])
-    with torch.no_grad():
+    with torch.set_grad_enabled(with_gradient):
         predicted = predict(model, batch, 0.7).logprobs
     assert torch.equal(predicted.raw, whole.raw) and torch.equal(predicted.scaled, whole.scaled) and torch.equal(predicted.entropy, whole.entropy)
     assert seen[-1] == len(set(batch.rows.tolist())) < 0.9 * len(batch.tokens)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_gradients_are_those_of_a_pass_over_all_rows_in_float64(family: dict[str, object], recompute: Recompute) -> None:
+    model, batch = small_model("reference", torch.float64, **family), collate(groups(10), torch.float64)
+    weights, found = torch.linspace(-1, 1, len(batch.rows), dtype=torch.float64), list[dict[str, torch.Tensor]]()
+    model.recompute = recompute
+    for logprobs in (of_all_rows(model, batch), predict(model, batch, 0.7).logprobs):
+        model.zero_grad(set_to_none=True)
+        (logprobs.scaled * weights).sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert distance(found[1], found[0]) < 1e-13
+
+
+def test_a_mixture_of_experts_in_the_last_layer_sees_every_token() -> None:
+    model, batch = small_model("cpu", torch.float32, architecture="qwen3_moe", experts=ExpertShapes(4, 2, 16)), collate(groups(9))
+    context, rows = model.wanting(batch.context, batch.rows, len(batch.tokens))
+    assert context.wanted is None and rows is batch.rows
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from tandem.trainer.losses.draft import make_draft_loss, with_acceptance
 from tandem.trainer.losses.reward_model import make_reward_model_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
-from tandem.trainer.packing import pack, pack_pairs, with_common_beginning
+from tandem.trainer.packing import pack, pack_pairs
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.sequence_scores import scored_sequence
@@ -180,7 +180,6 @@ class DataRun(Run):
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
         """Returns the counts of the global batch, its tokens, and this rank's micro-batches (``Replica.passes``)."""
         most, share = self.recipe.trainer.micro_batch_tokens, self.recipe.trainer.share_prompts
-        sequences = with_common_beginning(sequences) if share else sequences
         bins = pack_pairs(sequences, most, share) if self.recipe.learns_from_pairs else pack(sequences, most)
         counts, tokens, passes = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
         if self.ranks.world.size > 1:

@@ -43,6 +43,11 @@ class ModelParallel:
     expert: Communicator = _ALONE
     sequence: bool = False
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether this rank computes all rows of its batch, with whole matrices but those of experts."""
+        return self.tensor.size == 1 and self.context.size == 1
+
     def bounds(self, tokens: int) -> list[int]:
         """Returns the boundaries of the context ranks' runs in a batch of ``tokens``: [size + 1]."""
         return [tokens * rank // self.context.size for rank in range(self.context.size + 1)]

@@ -64,10 +64,10 @@ def make_batch(
     widest = max((len(members) for members in groups.values()), default=1)
     owners = [index for index, sample in enumerate(samples) for _ in sample.sequences]
     episodes, samples = samples, [each for sample in samples for each in sample.sequences]
-    penalties = [_kl_penalties(config, sample, reference_logprobs) for sample in samples]
+    penalties = _kl_penalties(config, samples, reference_logprobs)
     is_grouped = config.compares_groups
     charged = [0.0] * len(episodes)
-    for owner, penalty in zip(owners, penalties, strict=True):
+    for owner, penalty in zip(owners, penalties, strict=True) if config.kl_in_reward else ():
         charged[owner] += float(penalty.sum())
     rewards = torch.zeros(len(groups), widest, dtype=torch.float64)
     valid = torch.zeros(len(groups), widest, dtype=torch.bool)
@@ -156,17 +156,20 @@ def token_advantages(config: AlgorithmConfig, advantages: Sequence[float], penal
     """
     if config.name == "reinforce_plus_plus":
         return whitened([returns_to_go(advantage, penalty) for advantage, penalty in zip(advantages, penalties, strict=True)], counts)
-    of_tokens = [torch.full_like(penalty, advantage) for advantage, penalty in zip(advantages, penalties, strict=True)]
+    counted = [len(penalty) for penalty in penalties]
+    of_tokens = list(torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(counted, dtype=torch.int64)).split(counted))
     return whitened(of_tokens, counts) if config.name == "reinforce_plus_plus_baseline" else of_tokens
 
 
-def _kl_penalties(config: AlgorithmConfig, sample: Sample, reference_logprobs: Mapping[str, Sequence[float]] | None) -> Tensor:
-    """Returns ``kl_coef`` times the estimated KL of each token that the model sampled [T], between the raw distribution that the rollout
+def _kl_penalties(config: AlgorithmConfig, samples: Sequence[Sample], reference_logprobs: Mapping[str, Sequence[float]] | None) -> Sequence[Tensor]:
+    """Returns for each sample ``kl_coef`` times the estimated KL of each token that the model sampled [T], between the raw distribution that the rollout
     recorded and the reference's; zeros without ``kl_in_reward``."""
     if not config.kl_in_reward:
-        return torch.zeros(sample.sampled_tokens, dtype=torch.float64)
+        counts = [sample.sampled_tokens for sample in samples]
+        zeros: Sequence[Tensor] = torch.zeros(sum(counts), dtype=torch.float64).split(counts)
+        return zeros
     assert reference_logprobs is not None, "kl_in_reward needs reference log-probabilities"
-    return config.kl_coef * kl_estimate(*_logprobs(sample, reference_logprobs), config.kl_estimator)
+    return [config.kl_coef * kl_estimate(*_logprobs(sample, reference_logprobs), config.kl_estimator) for sample in samples]
 
 
 def _logprobs(sample: Sample, reference_logprobs: Mapping[str, Sequence[float]]) -> tuple[Tensor, Tensor]:
@@ -188,7 +191,7 @@ def train_sequence(
         id=sample.id,
         token_ids=sample.prompt_token_ids + sample.token_ids,
         prompt_length=prompt,
-        loss_mask=before + tuple(float(counts and is_sampled) for is_sampled in sample.is_sampled),
+        loss_mask=before + (tuple(map(float, sample.is_sampled)) if counts else (0.0,) * len(sample.token_ids)),
         advantages=_of_every_token(sample, advantages or (0.0,) * sample.sampled_tokens),
         rollout_logprobs=before + sample.logprobs,
         sampling_logprobs=before + sample.sampling_logprobs,
@@ -206,6 +209,8 @@ def without_replay(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
 
 def _of_every_token(sample: Sample, sampled: Sequence[float]) -> tuple[float, ...]:
     """Returns ``sampled``, a value for each token that the model sampled, as an entry per token of prompt and completion, 0.0 elsewhere."""
+    if not sample.response_mask:
+        return (0.0,) * len(sample.prompt_token_ids) + tuple(sampled)
     values = iter(sampled)
     return (0.0,) * len(sample.prompt_token_ids) + tuple(next(values) if is_sampled else 0.0 for is_sampled in sample.is_sampled)
 

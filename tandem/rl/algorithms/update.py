@@ -125,6 +125,8 @@ def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequ
     ids = {s.id for s in seen}
     remaining = []
     for sequence in sequences:
+        if sequence.id in ids and 0 not in sequence.loss_mask[sequence.prompt_length :]:
+            continue  # Nothing before its completion is recorded.
         is_counted = [value != 0 and sequence.id in ids for value in sequence.loss_mask]
         mask = tuple(float(recorded and not counted) for recorded, counted in zip(_is_recorded(sequence), is_counted, strict=True))
         if any(mask):

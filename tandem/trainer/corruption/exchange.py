@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.shared_prompts import SharedPrompts, shared_prompts
+from tandem.model.shared_prompts import SharedPrompts
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.micro_batch import MicroBatch, on_device
 from tandem.trainer.offload.tensor_file import bytes_view
@@ -63,7 +63,7 @@ def decode(content: Tensor, device: torch.device) -> MicroBatch:
             at += size
             return on_device(tensor, device)
         if isinstance(plain, dict):
-            return shared_prompts(*map(value_of, plain["prompts"]))
+            return SharedPrompts(*map(value_of, plain["prompts"]))
         return tuple(plain) if isinstance(plain, list) else plain
 
     return MicroBatch(**{name: value_of(plain) for name, plain in json.loads(data[8 : 8 + length]).items()})

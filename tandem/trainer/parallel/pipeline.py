@@ -17,6 +17,9 @@ from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, stacked, sum_shares
 
+AtLast = Callable[[Tensor, MicroBatch, Tensor], Tensor]
+"""Is given the hidden states behind the last stage, the micro-batch, and the places among them of the tokens that predict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -51,9 +54,8 @@ class Pipeline:
         backward pass of a stage. Every rank returns the metrics and the loss."""
         shares: list[LossShare] = []
 
-        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            share = loss(self.model.head_outputs(hidden, *rows), micro_batch)
+        def at_last(hidden: Tensor, micro_batch: MicroBatch, rows: Tensor) -> Tensor:
+            share = loss(self.model.head_outputs(hidden, rows, micro_batch.targets, temperature, len(micro_batch.tokens)), micro_batch)
             shares.append(share._replace(loss=share.loss.detach()))
             return share.loss if scale == 1.0 else share.loss * scale
 
@@ -71,10 +73,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor], on_progress: Progress | None = None
+        self, micro_batches: Sequence[MicroBatch], at_last: AtLast, on_progress: Progress | None = None
     ) -> None:
         """Runs the forward pass without gradients. On the rank of the last stage, ``at_last`` is called with the output of the whole model
-        for every micro-batch, in their order; its result is dropped."""
+        for every micro-batch, of all its tokens, in their order; its result is dropped."""
         operations = forward_schedule(self.shape(len(micro_batches)))
         _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
 
@@ -106,8 +108,8 @@ class Pipeline:
         outputs_of_batches = torch.empty(self.model.shapes.outputs, sum(rows), dtype=torch.float64, device=self.model.device)
         parts = iter(outputs_of_batches.split(rows, dim=1))
 
-        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-            outputs = self.model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+        def at_last(hidden: Tensor, micro_batch: MicroBatch, rows: Tensor) -> Tensor:
+            outputs = self.model.head_outputs(hidden, rows, micro_batch.targets, temperature, len(micro_batch.tokens))
             next(parts).copy_(stacked(outputs))
             return hidden
 
@@ -123,9 +125,8 @@ class _Pass:
     """The state of one pass over micro-batches. ``keeps``: a backward pass follows."""
 
     def __init__(
-        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
-        on_progress: Progress | None, tracer: Tracer, keeps: bool = True, after_backward: Callable[[], None] | None = None,
-        on_phase: OnPhase = lambda phase: None,
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: AtLast, on_progress: Progress | None, tracer: Tracer,
+        keeps: bool = True, after_backward: Callable[[], None] | None = None, on_phase: OnPhase = lambda phase: None,
     ) -> None:
         self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
         self.on_progress, self.tracer, self.after_backward, self.on_phase = on_progress, tracer, after_backward, on_phase
@@ -160,9 +161,13 @@ class _Pass:
         with self.tracer.span("forward", stage=stage, micro_batch=number):
             if received is not None and self.keeps:
                 self.received[stage, number] = received.requires_grad_()
-            out = model(micro_batch.tokens, micro_batch.positions, micro_batch.context, span=span, received=received)
+            context, rows = micro_batch.context, micro_batch.rows
+            if span.is_last and self.keeps:
+                # As in one process, whose gradients are sums over as many rows.
+                context, rows = model.wanting(context, rows, len(micro_batch.tokens))
+            out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
             if span.is_last:
-                out = self.at_last(out, micro_batch)
+                out = self.at_last(out, micro_batch, rows)
             if self.keeps or not span.is_last:
                 self.returned[stage, number] = out
         self.max_in_flight_micro_batches = max(self.max_in_flight_micro_batches, len(self.returned))

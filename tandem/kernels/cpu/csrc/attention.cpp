@@ -152,7 +152,7 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
     const int threads = threads_for(tokens * row * 4);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t s = 0; s < sequences; ++s)
-      for (int64_t head = 0; head < kv_heads; ++head)
+      for (int64_t head = 0; head < kv_heads && query_start[s] < query_start[s + 1]; ++head)
         transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
                         transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
     run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {

@@ -98,6 +98,13 @@ void run_task(const Task& task, const Call& c) {
   const int64_t row = c.kv_heads * c.size, tile = BLOCK_TOKENS * c.size, keys = task.end - task.begin, group = c.group();
   const int64_t all = (keys + BLOCK_TOKENS - 1) / BLOCK_TOKENS * tile, begin = c.bounds[task.sequence];
   const int64_t head = begin * row + task.kv_head * c.size, offset = head + task.begin * row;
+  if (task.first_query >= task.last_query) {
+    for (int64_t key = 0; key < keys; ++key) {
+      std::fill_n(c.grad_k + offset + key * row, c.size, 0.0f);
+      std::fill_n(c.grad_v + offset + key * row, c.size, 0.0f);
+    }
+    return;
+  }
   float* at = memory.floats(4 * all);
   std::fill_n(at + 2 * all, 2 * all, 0.0f);
   transpose_tiles(c.k + offset, row, keys, c.size, at, tile);
