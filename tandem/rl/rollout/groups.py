@@ -92,6 +92,7 @@ class InFlightGroups:
         are continued. With a ``budget_tokens`` above 0 each draws at most as many tokens. Raises ``UserError`` for a prompt that the engine cannot
         serve, before any is queued."""
         params, budget = sampling_params(settings), int(settings["budget_tokens"])
+        new = replace(params, max_tokens=min(settings["max_tokens"], budget)) if budget else params
         limit = lambda drawn: min(settings["max_tokens"], drawn + budget) if budget else settings["max_tokens"]
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)
@@ -102,7 +103,7 @@ class InFlightGroups:
             for sample in rest:
                 self._request(group, sample, step_of(sample.id), settings, replace(params, n=1, max_tokens=limit(len(sample.token_ids))))
             if not rest:
-                self._request(group, None, step, settings, replace(params, max_tokens=limit(0)))
+                self._request(group, None, step, settings, new)
 
     def _request(self, group: _Group, sample: Sample | None, step: int, settings: Mapping[str, Any], params: SamplingParams) -> None:
         name, prompt = f"request-{self._added}", group.prompt
