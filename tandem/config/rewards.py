@@ -213,6 +213,9 @@ def _check_address(url: str) -> None:
         raise UserError(f"reward function '{url}' is not an address; write http://host:port/path")
 
 
+_OF_TASK = (RewardFunctionConfig(function="task", name="correct"),)
+
+
 @dataclass(frozen=True, slots=True)
 class RewardsConfig:
     """The reward functions, and what happens when one fails. The reward is the weighted sum of the functions; a sample for which a function
@@ -245,7 +248,7 @@ class RewardsConfig:
     @property
     def composition(self) -> tuple[RewardFunctionConfig, ...]:
         """The functions, or the task's own function if none is given."""
-        return self.functions or (RewardFunctionConfig(function="task", name="correct"),)
+        return self.functions or _OF_TASK
 
     @property
     def accuracy_function(self) -> str:

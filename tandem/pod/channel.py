@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tandem.pod.calls import MEASURED_CALLS
 from tandem.pod.failures import Role, SidecarDied
 from tandem.pod.pod_forks import PodForks
 from tandem.pod.watched_call import is_of_worker, watched_call
@@ -65,7 +66,7 @@ class Channel(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """The fields of ``ProcessMemory``, summed over the worker's processes."""
+        """The fields of ``ProcessMemory``, summed over the worker's processes; after a measured call, at its end."""
         ...
 
     def close(self) -> None:
@@ -99,6 +100,8 @@ class RemoteChannel:
     client: RpcClient | None = None
     starts: int = 0
     is_remote: bool = field(default=True, init=False)
+    told_memory: dict[str, int] | None = field(default=None, init=False)
+    """What the newest reply has said of the worker's memory, until it is asked for."""
 
     @property
     def member(self) -> str:
@@ -150,7 +153,9 @@ class RemoteChannel:
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None, deadline_s: float | None = None
     ) -> Frame:
         """As ``Channel.call``. ``deadline_s``: a shorter one for this call."""
-        return self._ask(name, meta, blobs, deadline_s=self.deadline_s + 10 if deadline_s is None else deadline_s, on_progress=on_progress)
+        frame = self._ask(name, meta, blobs, deadline_s=self.deadline_s + 10 if deadline_s is None else deadline_s, on_progress=on_progress)
+        self.told_memory = frame.meta.pop("memory", None) if name in MEASURED_CALLS else None
+        return frame
 
     def _ask(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None
@@ -177,7 +182,8 @@ class RemoteChannel:
         self._ask("stop_worker", deadline_s=60)
 
     def memory(self) -> dict[str, int]:
-        return {name: int(value) for name, value in self._ask("memory", deadline_s=30).meta.items()}
+        told, self.told_memory = self.told_memory, None
+        return {name: int(value) for name, value in (told or self._ask("memory", deadline_s=30).meta).items()}
 
     def discard(self) -> None:
         if self.shim is not None and self.shim.poll() is None and self.client is not None:

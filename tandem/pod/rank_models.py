@@ -119,11 +119,14 @@ class RankModels:
 
     def find_residue(self, phase: Phase) -> list[str]:
         """Returns what is left at the end of ``phase`` that should not be, on this rank."""
-        held, lines, device = self.residents.held_bytes(), list[str](), self.rank.ranks.device
-        if self.offloader is not None or self.residents.residency.rule.rebuilds:
+        moves = self.offloader is not None or self.residents.residency.rule.rebuilds
+        if not (moves or self.has_released):
+            return []
+        held, lines = self.residents.held_bytes(), list[str]()
+        if moves:
             lines += self.residue.of_residents(self.residents.states, held)
         if self.has_released:
-            lines += self.residue.of_process(phase, _process_bytes(device), held)
+            lines += self.residue.of_process(phase, _process_bytes(self.rank.ranks.device), held)
         for line in lines:
             logger.warning("left behind after %s: %s", phase, line)
         return lines

@@ -28,7 +28,6 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import EngineDied, RunError, WeightSource, WeightVersion
-from tandem.types.wire_records import encode_samples
 from tandem.weight_transfer.sharing import packed_privately
 
 logger = logging.getLogger(__name__)
@@ -166,15 +165,15 @@ class RolloutWorker:
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts for ``step`` under the weights that the engine holds, which must be those after ``weights`` steps, as
-        ``RolloutGroups.draw`` says. The reply has the samples of the ``finished`` prompts. ``drafts``: the number of proposals of draft tokens, and of tokens
-        proposed and accepted."""
+        ``RolloutGroups.draw`` says. The reply has what that returns, and ``drafts``: the number of proposals of draft tokens, and of tokens proposed and
+        accepted."""
         llm, weights = self._engine(), int(meta["weights"])
         before = llm.engine.cumulative_stats().speculation
         if llm.weight_version.step != weights:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of those of step {weights}")
-        samples = self.groups.draw(llm.engine, llm.engine.settings.max_model_len, meta, blobs, progress)
+        drawn, samples = self.groups.draw(llm.engine, llm.engine.settings.max_model_len, meta, blobs, progress)
         drafts = [now - then for now, then in zip(astuple(llm.engine.cumulative_stats().speculation), astuple(before), strict=True)]
-        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": drafts}, {"samples": encode_samples(samples)}
+        return {**drawn, "drafts": drafts}, samples
 
     def _engine(self) -> LLM:
         if self.llm is None:

@@ -24,7 +24,7 @@ from tandem.config.load import build, read_yaml
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
-from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
+from tandem.pod.calls import MEASURED_CALLS, ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.pod_threads import rank_threads
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.pod.weights_between_pods import WeightsBetweenPods, add_tls
@@ -220,8 +220,11 @@ class Shim:
 
     def memory(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The fields of ``ProcessMemory``, summed over the worker's processes; zeros where none live."""
+        return self._memory(), {}
+
+    def _memory(self) -> dict[str, int]:
         ranks = [rank for worker in self.workers for rank in worker.memory()]
-        return {"rss_bytes": sum(rank.rss_bytes for rank in ranks), "shm_bytes": sum(rank.shm_bytes for rank in ranks)}, {}
+        return {"rss_bytes": sum(rank.rss_bytes for rank in ranks), "shm_bytes": sum(rank.shm_bytes for rank in ranks)}
 
     def _pass_on(self, name: str) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -234,11 +237,15 @@ class Shim:
                 return frame.meta, frame.blobs
             if self.rollout_workers is not None:
                 method: Method = getattr(self.rollout_workers, name)
-                return method(meta, blobs, progress)
-            frame = self.workers[0].call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+                reply, payload = method(meta, blobs, progress)
+            else:
+                frame = self.workers[0].call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+                reply, payload = frame.meta, frame.blobs
             if name == "train":
-                return {**frame.meta, "step_times": [each.to_json() for each in self.step_times()]}, frame.blobs
-            return frame.meta, frame.blobs
+                reply = {**reply, "step_times": [each.to_json() for each in self.step_times()]}
+            if name in MEASURED_CALLS:
+                reply = {**reply, "memory": self._memory()}
+            return reply, payload
 
         return call
 

@@ -4,7 +4,7 @@ Whether a call crosses two processes or none is the channel's business (``tandem
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tandem.runtime.coordination.store import Guard
 from tandem.runtime.rpc.calls import Meta, Progress
 from tandem.runtime.traces.context import untraced
 from tandem.types import Prompt, Sample, Score, WeightVersion
-from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
+from tandem.types.wire_records import SamplesEncoder, decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
 
 NO_TIERS: Meta = {"memory": None, "local": None, "recorded": None}
 """No tier before the run's folder."""
@@ -24,9 +24,10 @@ OnSamples = Callable[[Sequence[Sample]], None]
 
 @dataclass(frozen=True, slots=True)
 class TrainerSidecar:
-    """The figure's Megatron sidecar."""
+    """The figure's Megatron sidecar. ``encode``: of samples; what ``train`` has sent it forgets."""
 
     channel: Channel
+    encode: SamplesEncoder = field(default_factory=SamplesEncoder)
 
     def create_model(self, folder: Path) -> None:
         """Make the model that the recipe describes as ``folder``, once."""
@@ -50,7 +51,7 @@ class TrainerSidecar:
         """The ``part`` for the update: the reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. The
         part of the rewards: returns the ``scores`` of the reward model and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
         meta = {"step": step, "part": part, "returns_reference": returns_reference}
-        return self.channel.call("inference", meta, {"samples": encode_samples(samples)}).meta
+        return self.channel.call("inference", meta, {"samples": self.encode(samples)}).meta
 
     def compare(self, samples: Sequence[Sample]) -> dict[str, float]:
         """``mismatch_kl`` and ``mismatch_max_abs`` of ``samples``, which the weights that the actor has now drew."""
@@ -62,7 +63,8 @@ class TrainerSidecar:
     ) -> dict[str, Any]:
         """One optimizer step from the state after ``step`` steps; returns its ``metrics``, the guard's ``verdict`` and the checkpoints that
         were ``committed`` meanwhile, and the ``entropies`` of the samples' tokens (``encode_entropies``; none where they are missing)."""
-        blobs = {"samples": encode_samples(samples), "scores": encode_scores(scores)}
+        blobs = {"samples": self.encode(samples), "scores": encode_scores(scores)}
+        self.encode.forget()
         frame = self.channel.call("train", {"step": step}, blobs, on_progress=on_progress)
         return {**frame.meta, "entropies": frame.blobs.get("entropies", b"")}
 
@@ -184,9 +186,13 @@ class RolloutSidecar:
         ``restarts_left``: how many of several workers may be replaced. ``on_samples`` receives each sample as soon as it is finished, and again if it is
         drawn again."""
 
+        drawn: dict[str, Sample] = {}
+
         def heard(progress: dict[str, Any]) -> None:
             if "samples" in progress and on_samples is not None:
-                on_samples(samples_from_text(progress["samples"]))
+                finished = samples_from_text(progress["samples"])
+                drawn.update((sample.id, sample) for sample in finished)
+                on_samples(finished)
             elif "samples" not in progress and on_progress is not None:
                 on_progress(progress)
 
@@ -194,8 +200,9 @@ class RolloutSidecar:
         blobs = {"prompts": encode_prompts(prompts), "unfinished": encode_samples(unfinished)}
         reply = self.channel.call("rollout", {**meta, "stream": on_samples is not None}, blobs, on_progress=heard)
         place = {prompt.id: number for number, prompt in enumerate(prompts)}
-        samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
-        return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta
+        # Those that were streamed are not sent again, unless they have changed.
+        drawn.update((sample.id, sample) for blob in reply.blobs.values() for sample in decode_samples(blob))
+        return sorted(drawn.values(), key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta
 
     def sleep_engine(self, level: int = 2) -> dict[str, Any]:
         """Free the engine's KV cache and at ``level`` 2 its weights, and keep its process. Returns the ``left_bytes`` of its KV cache, which should be 0."""

@@ -25,7 +25,6 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.text.tokenizer import Tokenizer
 from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightVersion
-from tandem.types.wire_records import encode_samples
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -127,8 +126,8 @@ class VllmWorker:
             held = "dummy weights" if server.version is None else f"the weights of step {server.version.step}"
             raise RunError(f"vLLM holds {held} and was asked for samples of those of step {weights}")
         assert self.engine is not None
-        samples = self.groups.draw(self.engine, self.engine.max_model_len, meta, blobs, progress)
-        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": [0, 0, 0]}, {"samples": encode_samples(samples)}
+        drawn, samples = self.groups.draw(self.engine, self.engine.max_model_len, meta, blobs, progress)
+        return {**drawn, "drafts": [0, 0, 0]}, samples
 
     def _running(self) -> VllmServer:
         if self.server is None:

@@ -1,13 +1,13 @@
 """Computes the row of ``metrics.jsonl`` from a step's samples and scores, under the field's names."""
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from tandem.config.recipe import Recipe
 from tandem.data.tools.load import ERROR
 from tandem.rl.rollout.filter_groups import filter_metrics
-from tandem.types import FinishReason, ReplayBuffer, Round, Sample, Score, ScoreState
+from tandem.types import FinishReason, ReplayBuffer, Round, Sample, Score, ScoreState, WeightVersion
 from tandem.types.round import joined
 
 
@@ -60,16 +60,24 @@ def _episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {"num_turns/mean": _mean(turns), "num_turns/max": max(turns), **branches, **calls}
 
 
+def tokens_by_version(samples: Iterable[Sample]) -> Counter[WeightVersion]:
+    """Returns how many tokens each version of the weights has drawn."""
+    drawn = Counter[WeightVersion | None]()
+    for sample in samples:
+        for each in sample.sequences:
+            drawn.update(each.weight_versions)
+    return Counter({version: tokens for version, tokens in drawn.items() if version is not None})
+
+
 def staleness(samples: Sequence[Sample], step: int) -> float:
     """Returns the mean age, in optimizer steps, of the weights that drew the tokens."""
-    ages = [float(step - version.step) for sample in samples for each in sample.sequences for version in each.sampled_weight_versions]
-    return _mean(ages)
+    drawn = tokens_by_version(samples)
+    return sum(tokens * (step - version.step) for version, tokens in drawn.items()) / max(drawn.total(), 1)
 
 
 def staleness_max(samples: Sequence[Sample], step: int) -> float:
     """Returns the largest age, in optimizer steps, of the weights that drew a token."""
-    sequences = [each for sample in samples for each in sample.sequences]
-    return float(max((step - version.step for each in sequences for version in each.sampled_weight_versions), default=0))
+    return float(max((step - version.step for version in tokens_by_version(samples)), default=0))
 
 
 def partial_metrics(samples: Sequence[Sample], buffer: ReplayBuffer, step: int) -> dict[str, float]:

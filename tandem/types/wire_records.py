@@ -3,10 +3,11 @@ beside them. Floats travel as float64, so that every value comes back with the b
 """
 
 import itertools
+import operator
 import sys
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -53,15 +54,24 @@ def _unpack(frame: Frame, name: str, code: str, count: int | None = None) -> lis
 def _pack_rows(blobs: dict[str, Buffer], name: str, code: str, rows: Sequence[Sequence[Any]]) -> None:
     """Rows of different lengths as two blobs, ``name`` and ``name.lengths``."""
     blobs[name + ".lengths"] = _pack(_INT64, map(len, rows))
-    blobs[name] = _pack(code, (value for row in rows for value in row))
+    blobs[name] = _pack(code, _flat(rows))
+
+
+def _flat(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    # A list, of which an array is made without a call for each value.
+    return list(itertools.chain.from_iterable(rows))
 
 
 def _unpack_rows(frame: Frame, name: str, code: str, count: int) -> list[Any]:
     lengths = _unpack(frame, name + ".lengths", _INT64, count)
-    if any(length < 0 for length in lengths):
+    if min(lengths, default=0) < 0:
         raise ValueError(f"the array '{name}' has a negative length")
-    values = _unpack(frame, name, code, sum(lengths))
-    ends = list(itertools.accumulate(lengths))
+    return _rows(_unpack(frame, name, code, sum(lengths)), lengths)
+
+
+def _rows(values: list[Any], lengths: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Returns the rows of ``lengths`` that follow each other in ``values``."""
+    ends = itertools.accumulate(lengths)
     return [tuple(values[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
 
 
@@ -77,15 +87,22 @@ def _open(data: Buffer, what: str) -> tuple[Frame, int]:
 
 def _column(frame: Frame, name: str, kind: type[T], count: int) -> list[T]:
     values = frame.meta.get(name)
-    if not isinstance(values, list) or len(values) != count or any(type(value) is not kind for value in values):
+    if not isinstance(values, list) or len(values) != count or not {*map(type, values)} <= {kind}:
         raise ValueError(f"the column '{name}' is not {count} values of type {kind.__name__}")
     return values
 
 
-def _check_lengths(owner: str, expected: int, lengths: Mapping[str, int]) -> None:
-    for name, length in lengths.items():
-        if length != expected:
-            raise ValueError(f"{owner}: {name} has {length} entries for {expected} tokens")
+def _check_tokens(s: Sample) -> None:
+    """Raises ``ValueError`` where a per-token field of ``s`` has not one entry a token, or two disagree on which were sampled."""
+    tokens, versions, mask = len(s.token_ids), s.weight_versions, s.response_mask
+    if len(s.logprobs) == len(s.sampling_logprobs) == len(versions) == tokens and not mask and None not in versions:
+        return
+    fields = {"logprobs": s.logprobs, "sampling_logprobs": s.sampling_logprobs, "weight_versions": versions, "response_mask": s.is_sampled}
+    for name, values in fields.items():
+        if len(values) != tokens:
+            raise ValueError(f"sample {s.id}: {name} has {len(values)} entries for {tokens} tokens")
+    if s.is_sampled != tuple(version is not None for version in versions):
+        raise ValueError(f"sample {s.id}: weight_versions and response_mask disagree on which tokens were sampled")
 
 
 def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
@@ -129,15 +146,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     branches = [len(s.branches) for s in samples]
     samples = [each for s in samples for each in s.sequences]
     for s in samples:
-        fields = {
-            "logprobs": s.logprobs,
-            "sampling_logprobs": s.sampling_logprobs,
-            "weight_versions": s.weight_versions,
-            "response_mask": s.is_sampled,
-        }
-        _check_lengths(f"sample {s.id}", len(s.token_ids), {name: len(value) for name, value in fields.items()})
-        if s.is_sampled != tuple(version is not None for version in s.weight_versions):
-            raise ValueError(f"sample {s.id}: weight_versions and response_mask disagree on which tokens were sampled")
+        _check_tokens(s)
     meta = {
         "count": len(samples),
         "id": [s.id for s in samples],
@@ -157,16 +166,35 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     blobs: dict[str, Buffer] = {"index": _pack(_INT64, (s.index for s in samples))}
     _pack_rows(blobs, "prompt_token_ids", _INT32, [s.prompt_token_ids for s in samples])
     _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
-    blobs["logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.logprobs))
-    blobs["sampling_logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.sampling_logprobs))
-    versions = [v or _NO_VERSION for s in samples for v in s.weight_versions]
-    blobs["incarnations"] = _pack(_INT64, (v.incarnation for v in versions))
-    blobs["steps"] = _pack(_INT64, (v.step for v in versions))
+    blobs["logprobs"] = _pack(_FLOAT64, _flat(s.logprobs for s in samples))
+    blobs["sampling_logprobs"] = _pack(_FLOAT64, _flat(s.sampling_logprobs for s in samples))
+    versions = _flat(s.weight_versions for s in samples)
+    # Two columns from pairs, an observation's among them.
+    incarnations, steps = zip(*(v or _NO_VERSION for v in versions), strict=True) if versions else ((), ())
+    blobs["incarnations"] = _pack(_INT64, incarnations)
+    blobs["steps"] = _pack(_INT64, steps)
     if any(s.routed_experts for s in samples):
         meta["routed_experts"] = _encode_routing(samples, blobs)
     if any(s.response_mask for s in samples):
         _pack_rows(blobs, "response_mask", _INT8, [s.response_mask for s in samples])
     return encode(meta, blobs, "samples")
+
+
+class SamplesEncoder:
+    """``encode_samples`` that keeps its newest result: journal, inference and update of a step are given the same samples, which do not change."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[Sequence[Sample], bytes] | None = None
+
+    def __call__(self, samples: Sequence[Sample]) -> bytes:
+        newest = self._newest
+        if newest is None or len(newest[0]) != len(samples) or not all(map(operator.is_, newest[0], samples)):
+            newest = self._newest = [*samples], encode_samples(samples)
+        return newest[1]
+
+    def forget(self) -> None:
+        """Frees what is kept."""
+        self._newest = None
 
 
 def decode_samples(data: Buffer) -> list[Sample]:
@@ -176,40 +204,40 @@ def decode_samples(data: Buffer) -> list[Sample]:
     indices = _unpack(frame, "index", _INT64, count)
     prompt_tokens = _unpack_rows(frame, "prompt_token_ids", _INT32, count)
     tokens = _unpack_rows(frame, "token_ids", _INT32, count)
-    total = sum(len(row) for row in tokens)
-    logprobs = _unpack(frame, "logprobs", _FLOAT64, total)
-    sampling = _unpack(frame, "sampling_logprobs", _FLOAT64, total)
+    lengths = [len(row) for row in tokens]
+    total = sum(lengths)
+    logprobs = _rows(_unpack(frame, "logprobs", _FLOAT64, total), lengths)
+    sampling = _rows(_unpack(frame, "sampling_logprobs", _FLOAT64, total), lengths)
     pairs = list(zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True))
-    version_of = {pair: None if pair == _NO_VERSION else WeightVersion(*pair) for pair in set(pairs)}
-    versions = [version_of[pair] for pair in pairs]
-    masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else [()] * count
-    messages = _column(frame, "messages", list, count) if "messages" in frame.meta else [[]] * count
-    faults = _column(frame, "fault", str, count) if "fault" in frame.meta else [""] * count
-    outcomes = _column(frame, "outcome", dict, count) if "outcome" in frame.meta else [{}] * count
-    routings = _decode_routing(frame, count) if "routed_experts" in frame.meta else [None] * count
-    samples = []
-    end = 0
-    for i in range(count):
-        at, end = end, end + len(tokens[i])
-        samples.append(
-            Sample(
-                id=ids[i],
-                prompt_id=prompt_ids[i],
-                index=indices[i],
-                prompt_token_ids=prompt_tokens[i],
-                token_ids=tokens[i],
-                logprobs=tuple(logprobs[at:end]),
-                sampling_logprobs=tuple(sampling[at:end]),
-                weight_versions=tuple(versions[at:end]),
-                finish_reason=FinishReason(reasons[i]),
-                text=texts[i],
-                response_mask=tuple(map(bool, masks[i])),
-                messages=tuple(messages[i]),
-                fault=faults[i],
-                outcome=outcomes[i],
-                routed_experts=routings[i],
-            )
+    # Nearly all tokens of a batch have the same version, which they share.
+    known = {pair: None if pair == _NO_VERSION else WeightVersion(*pair) for pair in set(pairs)}
+    versions = _rows([known[pair] for pair in pairs], lengths)
+    masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else None
+    messages = _column(frame, "messages", list, count) if "messages" in frame.meta else None
+    faults = _column(frame, "fault", str, count) if "fault" in frame.meta else None
+    outcomes = _column(frame, "outcome", dict, count) if "outcome" in frame.meta else None
+    routings = _decode_routing(frame, count) if "routed_experts" in frame.meta else None
+    of_name = {reason: FinishReason(reason) for reason in set(reasons)}
+    samples = [
+        Sample(
+            id=ids[i],
+            prompt_id=prompt_ids[i],
+            index=indices[i],
+            prompt_token_ids=prompt_tokens[i],
+            token_ids=tokens[i],
+            logprobs=logprobs[i],
+            sampling_logprobs=sampling[i],
+            weight_versions=versions[i],
+            finish_reason=of_name[reasons[i]],
+            text=texts[i],
+            response_mask=tuple(map(bool, masks[i])) if masks else (),
+            messages=tuple(messages[i]) if messages else (),
+            fault=faults[i] if faults else "",
+            outcome=outcomes[i] if outcomes else {},
+            routed_experts=routings[i] if routings else None,
         )
+        for i in range(count)
+    ]
     return _with_branches(samples, frame.meta["branches"]) if "branches" in frame.meta else samples
 
 

@@ -1,5 +1,7 @@
 """The slices of published weights that a rank of a tensor-parallel engine needs."""
 
+from functools import cache
+
 from tandem.layout.eagle3 import PUBLISHED, Eagle3Shapes, published_head
 from tandem.layout.parameters import published_parameters
 from tandem.layout.shapes import ModelShapes
@@ -14,6 +16,8 @@ def wanted_by(shapes: ModelShapes, shard_spec: ShardSpec, head: Eagle3Shapes | N
     The function raises ``RunError`` for a tensor that the model or its head does not have in this shape."""
     expected = dict(published_parameters(shapes)) | ({} if head is None else dict(published_head(head)))
 
+    # Every version has the same tensors.
+    @cache
     def wanted_offsets(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
         if head is None and name.startswith(PUBLISHED):
             return None

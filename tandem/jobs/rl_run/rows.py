@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.jobs.rl_run.rl_run import RLRun
 from tandem.pod.pod import Pod
-from tandem.rl.step_metrics import partial_metrics, rollout_metrics, staleness, staleness_max
+from tandem.rl.step_metrics import partial_metrics, rollout_metrics, staleness, staleness_max, tokens_by_version
 from tandem.types import Round, RunError
 from tandem.types.round import joined
 
@@ -27,9 +27,8 @@ def write_row(pod: Pod, run: RLRun, step: int, rounds: Sequence[Round], trained:
     if held_out is not None:
         row["evaluation/accuracy"] = held_out["accuracy"]
     if rollout_s := run.records.timings.get("rollout"):
-        sequences = [each for sample in (*samples, *buffer.samples) for each in sample.sequences]
-        drawn, newest = [version for each in sequences for version in each.sampled_weight_versions], run.weights_of(step)
-        row["perf/rollout_tokens_per_s"] = sum(version.step == newest for version in drawn) / rollout_s
+        drawn, newest = tokens_by_version((*samples, *buffer.samples)), run.weights_of(step)
+        row["perf/rollout_tokens_per_s"] = sum(tokens for version, tokens in drawn.items() if version.step == newest) / rollout_s
         if recipe.rollout.max_staleness:
             row["perf/rollout_hidden_share"] = pod.hidden_s / rollout_s
             pod.hidden_s = 0.0

@@ -30,7 +30,8 @@ def samples_of_round(pod: Pod, run: RLRun, step: int, number: int) -> list[Sampl
         check_staleness(drawn, step, run.recipe.rollout.max_staleness)
     if (judging := run.judgements.get((step, number))) is not None:
         judging.complete(drawn)
-    run.journal.commit_samples(step, drawn, number, buffer)
+    # Inference and update are sent the same.
+    run.journal.commit_samples(step, drawn, number, buffer, pod.trainer.encode)
     return drawn
 
 

@@ -249,7 +249,7 @@ class Judging:
             return
         labels = [function.label for function in self.config.composition]
         called = {labels[judge] for stage in self.stages for judge in stage.judges}
-        in_order = lambda said: {label: said.get(label, not_applicable()) for label in labels if label in said or label not in called}
+        in_order = lambda said: {label: said[label] if label in said else not_applicable() for label in labels if label in said or label not in called}
         self._scores.set_result([compose(each, in_order(self._said[each]), self.config) for each in self._final])
 
 

@@ -90,22 +90,26 @@ def compose(sample_id: str, judgements: Mapping[str, Judgement], config: Rewards
     partial sum would be a different reward; a model fault of any judge sets the state."""
     components: dict[str, float] = {}
     extra: dict[str, Any] = {}
+    broken: Judgement | None = None
+    fault: Judgement | None = None
     for label, judgement in judgements.items():
         if judgement.value is not None:
             components[label] = judgement.value
-        components.update({f"{label}/{name}": value for name, value in judgement.details.items()})
+        for name, value in judgement.details.items():
+            components[f"{label}/{name}"] = value
         extra.update(judgement.extra)
-    broken = [judgement for judgement in judgements.values() if judgement.state is ScoreState.INFRASTRUCTURE_FAULT]
-    if broken:
-        return Score(sample_id, ScoreState.INFRASTRUCTURE_FAULT, None, components, None, broken[0].reason, extra)
-    applied = [function for function in config.composition if judgements[function.label].value is not None]
+        if judgement.state is ScoreState.INFRASTRUCTURE_FAULT:
+            broken = broken or judgement
+        elif judgement.state is ScoreState.MODEL_FAULT:
+            fault = fault or judgement
+    if broken is not None:
+        return Score(sample_id, ScoreState.INFRASTRUCTURE_FAULT, None, components, None, broken.reason, extra)
+    applied = [function.weight * components[label] for function in config.composition if judgements[label := function.label].value is not None]
     if not applied:
         return Score(sample_id, ScoreState.NOT_APPLICABLE, None, components, None, "every reward function returned None", extra)
-    faults = [judgement for judgement in judgements.values() if judgement.state is ScoreState.MODEL_FAULT]
-    state = ScoreState.MODEL_FAULT if faults else ScoreState.NUMBER
-    total = sum(function.weight * components[function.label] for function in applied)
+    state = ScoreState.NUMBER if fault is None else ScoreState.MODEL_FAULT
     correct = is_correct(judgements[config.accuracy_function], config)
-    return Score(sample_id, state, total, components, correct, faults[0].reason if faults else "", extra)
+    return Score(sample_id, state, sum(applied), components, correct, "" if fault is None else fault.reason, extra)
 
 
 def is_correct(deciding: Judgement, config: RewardsConfig) -> bool | None:

@@ -1,7 +1,7 @@
 """Draws groups of samples: rollout settings to engine parameters, requests to the engine, and its outputs to samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tandem.config.repetition_detection import RepetitionDetectionParams
@@ -50,24 +50,32 @@ def sample_of(step: int, prompt: Prompt, completion: CompletionOutput) -> Sample
 @dataclass(slots=True)
 class _Group:
     """A group that is being drawn: ``waiting``, the samples that its requests continue, by request (``None``: all samples of a new group), and those that
-    are ``drawn``."""
+    are ``drawn``. ``streamed``: the samples of requests that are unfinished, by request and index."""
 
     prompt: Prompt
     step: int
     max_tokens: int
     waiting: dict[str, Sample | None]
     drawn: list[Sample]
+    streamed: dict[tuple[str, int], Sample] = field(default_factory=dict)
 
-    def sample(self, request: str, completion: CompletionOutput) -> Sample:
-        """Returns the sample of a completion of one of its requests."""
+    def stream(self, request: str, completion: CompletionOutput) -> Sample:
+        """Returns the sample of a completion of one of its requests, which is unfinished: the object that is among the ``drawn`` later."""
+        sample = self.streamed[request, completion.index] = self._sample(request, completion)
+        return sample
+
+    def _sample(self, request: str, completion: CompletionOutput) -> Sample:
         begun = self.waiting[request]
         drawn = sample_of(self.step, self.prompt, completion) if begun is None else _continued(begun, completion)
         return cut_by_budget(drawn, self.max_tokens)
 
     def finish(self, output: RequestOutput) -> None:
         """Adds the samples of one of its requests."""
-        self.drawn += [self.sample(output.request_id, completion) for completion in output.outputs]
-        del self.waiting[output.request_id]
+        name = output.request_id
+        for completion in output.outputs:
+            known = self.streamed.pop((name, completion.index), None)
+            self.drawn.append(self._sample(name, completion) if known is None else known)
+        del self.waiting[name]
 
 
 class InFlightGroups:
@@ -84,6 +92,7 @@ class InFlightGroups:
         are continued. With a ``budget_tokens`` above 0 each draws at most as many tokens. Raises ``UserError`` for a prompt that the engine cannot
         serve, before any is queued."""
         params, budget = sampling_params(settings), int(settings["budget_tokens"])
+        new = replace(params, max_tokens=min(settings["max_tokens"], budget)) if budget else params
         limit = lambda drawn: min(settings["max_tokens"], drawn + budget) if budget else settings["max_tokens"]
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)
@@ -94,7 +103,7 @@ class InFlightGroups:
             for sample in rest:
                 self._request(group, sample, step_of(sample.id), settings, replace(params, n=1, max_tokens=limit(len(sample.token_ids))))
             if not rest:
-                self._request(group, None, step, settings, replace(params, max_tokens=limit(0)))
+                self._request(group, None, step, settings, new)
 
     def _request(self, group: _Group, sample: Sample | None, step: int, settings: Mapping[str, Any], params: SamplingParams) -> None:
         name, prompt = f"request-{self._added}", group.prompt
@@ -111,10 +120,10 @@ class InFlightGroups:
     ) -> list[Sample]:
         """Runs the engine until any group, or all of them, are drawn; returns their samples in the order in which the groups were added. Calls
         ``on_progress`` with the numbers of groups drawn and asked for, and ``on_samples`` with the samples that a step of
-        the engine has finished."""
+        the engine has finished, which are those that are returned later."""
         total, finished = len(self._groups), list[Sample]()
         if on_samples is not None:
-            self._engine.listen(lambda name, completion: finished.append(self._requests[name].sample(name, completion)))
+            self._engine.listen(lambda name, completion: finished.append(self._requests[name].stream(name, completion)))
         while self._requests and (wait == "all" or all(group.waiting for group in self._groups)):
             outputs = self._engine.step()
             if finished and on_samples is not None:

@@ -194,7 +194,9 @@ def memory_of(pid: int) -> ProcessMemory:
     """Returns the memory of a process now. Raises ``ProcessLookupError`` if it has ended."""
     kilobytes = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}
     try:
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        for line in lines:
             name, _, rest = line.partition(":")
             if name in kilobytes:
                 kilobytes[name] = int(rest.split()[0])
@@ -216,11 +218,14 @@ def memory_of_tree(pid: int) -> ProcessMemory:
 def process_tree(pid: int) -> Iterator[int]:
     """Yields a process, if it lives, and all that it started."""
     try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        with os.scandir(f"/proc/{pid}/task") as entries:
+            tasks = [entry.path for entry in entries]
     except (ProcessLookupError, FileNotFoundError):
         return
     yield pid
     for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in (task / "children").read_text(encoding="ascii").split():
+            with open(f"{task}/children", "rb") as file:
+                children = file.read().split()
+            for child in children:
                 yield from process_tree(int(child))

@@ -13,7 +13,7 @@ scores before they are trained on. Every commit is one transaction, flushed to t
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -196,10 +196,13 @@ class Journal:
 
     # -- samples and scores --------------------------------------------------------------------------------------------
 
-    def commit_samples(self, step: int, samples: Sequence[Sample], round: int = 0, buffer: ReplayBuffer | None = None) -> None:
-        """Commits the samples of ``round`` of ``step`` and, with partial rollouts, the replay ``buffer`` that the round leaves, in one transaction. Raises
-        ``RunError`` if the round already has other samples."""
-        blob = encode_samples(samples)
+    def commit_samples(
+        self, step: int, samples: Sequence[Sample], round: int = 0, buffer: ReplayBuffer | None = None,
+        encode: Callable[[Sequence[Sample]], bytes] = encode_samples,
+    ) -> None:
+        """Commits the samples of ``round`` of ``step`` and, with partial rollouts, the replay ``buffer`` that the round leaves, in one transaction. ``encode``:
+        ``encode_samples``, or what remembers it for others. Raises ``RunError`` if the round already has other samples."""
+        blob = encode(samples)
         with self._commit(_of_round("commit_samples", round), step):
             committed = self._step_batch(step, round)
             if committed is None:
