@@ -21,6 +21,7 @@ constexpr int MAX_VECTORS = 1;
 constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
+constexpr int64_t LINE = LANES * sizeof(float);  // bytes
 constexpr int64_t LEFT_TILE = MAX_ROWS[MAX_VECTORS];  // rows of a tile of a packed left matrix
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
@@ -45,7 +46,8 @@ struct Tile {
   const float* bias;
   bool add, rounds;
   int columns;        // of the last vector, 1..16
-  const float* ahead;  // what is read next, k cache lines of it: memory answers while the tile is computed
+  const char* ahead;   // what is read next: memory answers while the tile is computed
+  int64_t ahead_step;  // bytes of it for each k
 };
 
 template <int ROWS, int VECTORS, typename Math>
@@ -55,13 +57,14 @@ INLINE void chains(const Tile& t, V (&acc)[ROWS][VECTORS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
   const float* left = t.left;
-  const float *right = t.right, *ahead = t.ahead;
-  const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride;
+  const float* right = t.right;
+  const char* ahead = t.ahead;
+  const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride, ahead_step = t.ahead_step;
 #pragma GCC unroll 2
   for (int64_t k = 0; k < t.k; ++k) {
     V b[VECTORS];
     __builtin_prefetch(ahead, 0, 2);
-    ahead += LANES;
+    ahead += ahead_step;
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) b[v] = load(right + v * LANES);
 #pragma GCC unroll 16
@@ -309,15 +312,18 @@ class Block {
       t.add = p_.accumulate || k0 > 0;
       t.rounds = p_.rounds && last;
       t.columns = static_cast<int>(std::min<int64_t>(LANES, p_.n - first - n - (vectors - 1) * LANES));
-      for (int64_t m = m0; m < m1; m += most) {
-        const int64_t rows = std::min(most, m1 - m);
+      const int64_t count = (m1 - m0 + most - 1) / most;
+      // Packed blocks lie one behind the other, so each tile fetches its share of those columns of the next block.
+      t.ahead_step = std::min<int64_t>(LINE, (vectors * LINE + count - 1) / count);
+      t.ahead = reinterpret_cast<const char*>(right + k * (width + n));
+      for (int64_t i = 0; i < count; ++i, t.ahead += k * t.ahead_step) {
+        // Tiles of about the same height: one of few rows waits for its own sums.
+        const int64_t m = tile ? m0 + i * tile : m0 + (m1 - m0) * i / count, end = tile ? std::min(m1, m + tile) : m0 + (m1 - m0) * (i + 1) / count;
         t.left = tile ? left.data + (m - m0) * k : left.data + (m - m0) * left.row_stride;
         t.row_stride = tile ? 1 : left.row_stride;
         t.k_stride = tile ? tile : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
-        // Packed blocks lie one behind the other; a block of whole panels has PANEL / LANES lines for each k.
-        t.ahead = right + k * width + std::min<int64_t>((m - m0) / most, PANEL / LANES - 1) * k * LANES;
-        TILES<Math>.of[vectors][rows](t);
+        TILES<Math>.of[vectors][end - m](t);
       }
       n += vectors * LANES;
     }
