@@ -5,6 +5,7 @@
 
 #include "dot.h"
 #include "parallel.h"
+#include "team.h"
 #include "vec.h"
 
 namespace {
@@ -334,20 +335,15 @@ template <typename Math>
 void multiply_packed(const Product& p, const float* packed) {
   const Block<Math> block(p, packed);
   const int64_t panels = panel_count(p.n);
-  const int threads = threads_for(p.m * p.n * p.k);
+  const int threads = sharing_threads_for(p.m * p.n * p.k);
   if (threads == 1) return block.run(0, p.m, 0, panels);
   const int64_t chunks = (p.m + ROW_CHUNK - 1) / ROW_CHUNK;
   // Enough tasks to share the work out evenly, and no more: a task reads its whole part of both matrices.
   const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / chunks));
-  Failure failure;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t task = 0; task < chunks * groups; ++task) {
+  share(threads, chunks * groups, 1, [&](int64_t task) {
     const int64_t chunk = task / groups, group = task % groups;
-    failure.guard([&] {
-      block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
-    });
-  }
-  failure.raise();
+    block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+  });
 }
 
 // Decoded again for every CODED_ROWS rows, in the order of their columns: the outputs of so many rows and one panel stay in the cache.
