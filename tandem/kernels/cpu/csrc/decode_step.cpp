@@ -154,7 +154,12 @@ int tandem_decode_step(const DenseLayer* layers, int64_t layer_count, const Dens
     const DenseModel model = {layers, layer_count, caches, precision, norm};
     const FlatBatch batch = rows.batch();
     int code = 0;
-    in_team(model, batch, [&] { code = run_dense_layers(model, batch, residual, hidden, &work); });
+    const auto run = [&] { code = run_dense_layers(model, batch, residual, hidden, &work); };
+    // A quantized head shares its loops by OpenMP.
+    if (ends->head.format == PACKED)
+      in_team(model, batch, run);
+    else
+      run();
     return code || work.draws_apart() ? code : work.draw(0, count);
   });
 }

@@ -136,20 +136,15 @@ int run_layers(const DenseModel& model, const FlatBatch& batch, const int64_t* p
   return 0;
 }
 
-// The multiply-adds of a row in one layer.
-int64_t row_work_of(const DenseLayer& layer) {
-  int64_t work = 0;
-  for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) work += matrix->rows * matrix->columns;
-  return work;
-}
-
 // The bounds, in sequences, of the parts that threads compute from the first layer to the last without waiting for each other; one part where they would
 // have to, or where each would have few rows.
 std::vector<int64_t> parts_of(const DenseModel& model, const FlatBatch& batch) {
   const DenseLayer& layer = model.layers[0];
-  const int64_t row_work = row_work_of(layer);
-  int64_t weight_bytes = 0;
-  for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) weight_bytes += model.count * bytes_of(*matrix, model.precision);
+  int64_t row_work = 0, weight_bytes = 0;
+  for (const DenseMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+    row_work += matrix->rows * matrix->columns;
+    weight_bytes += model.count * bytes_of(*matrix, model.precision);
+  }
   const int64_t most = std::min<int64_t>({threads_for(model.count * batch.tokens * row_work), batch.tokens / ROWS_OF_A_PART, batch.sequences, MOST_PARTS});
   if (most > 1 && weight_bytes <= BYTES_IN_CACHE && is_ordered(batch)) {
     std::vector<int64_t> bounds = bounds_of_parts(batch, most, row_work, 2 * layer.heads * layer.head_size);
@@ -161,14 +156,17 @@ std::vector<int64_t> parts_of(const DenseModel& model, const FlatBatch& batch) {
 }  // namespace
 
 void in_team(const DenseModel& model, const FlatBatch& batch, const std::function<void()>& call) {
-  // Of more rows there are parts, or products that take long beside their sharing. Quantized products share their loops by OpenMP.
-  const auto is_packed = [](const DenseMatrix& matrix) { return matrix.format == PACKED; };
-  const auto shares = [&](const DenseLayer& layer) {
-    return is_packed(layer.qkv) && is_packed(layer.output) && is_packed(layer.gate_up) && is_packed(layer.down);
-  };
-  const int threads = batch.tokens < 2 * ROWS_OF_A_PART && std::all_of(model.layers, model.layers + model.count, shares)
-                          ? threads_for(model.count * batch.tokens * row_work_of(model.layers[0]))
-                          : 1;
+  // Of more rows there are parts, or products that take long beside their sharing. Quantized products share their loops by OpenMP. Where one thread computes
+  // the largest product alone, it computes all: on cores that other processes use too, a step of microseconds would wait for milliseconds until a second
+  // thread runs.
+  bool is_packed = true;
+  int64_t most = 0;
+  for (const DenseLayer* layer = model.layers; layer < model.layers + model.count; ++layer)
+    for (const DenseMatrix* matrix : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down}) {
+      is_packed = is_packed && matrix->format == PACKED;
+      most = std::max(most, matrix->rows * matrix->columns);
+    }
+  const int threads = is_packed && batch.tokens < 2 * ROWS_OF_A_PART ? threads_for(batch.tokens * most) : 1;
   if (threads > 1)
     Team::run(threads, call);
   else
