@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PackedWeight, SampledRows
 from tandem.kernels.dense_layers import DenseProgram
+from tandem.kernels.quantized import PackedQuantized
 
 
 class DecodeRows(NamedTuple):
@@ -29,7 +30,7 @@ class DecodeEnds(NamedTuple):
 
     embedding: Tensor | PackedWeight
     embedding_factor: float
-    head: PackedWeight
+    head: PackedWeight | PackedQuantized
     head_factor: float
     cap: float | None
 

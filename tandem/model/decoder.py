@@ -14,6 +14,7 @@ from tandem.kernels.decode_step import DecodeProgram, DecodeRows
 from tandem.kernels.dense_layers import DenseProgram
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.mixed import has_independent_rows, head_kernels
+from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.sharding import vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
@@ -90,7 +91,7 @@ class Decoder(DecoderWeights):
     def decode_program(self, rows: DecodeRows) -> DecodeProgram | None:
         """Returns the program of a decoding step of an engine's ``rows``; ``None`` where the kernels have none for it."""
         program = self.dense_program()
-        if program is None or self._packed is None or not isinstance(self._packed_head, PackedWeight):
+        if program is None or self._packed is None or not isinstance(self._packed_head, PackedWeight | PackedQuantized):
             return None
         embedding = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
         return self._packed.decode_program(program, embedding, self._packed_head, self.shapes, rows)

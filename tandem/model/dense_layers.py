@@ -41,7 +41,7 @@ class PackedLayers(list[LayerWeights]):
         return self._program
 
     def decode_program(
-        self, program: DenseProgram, embedding: Tensor | PackedWeight, head: PackedWeight, shapes: ModelShapes, rows: DecodeRows
+        self, program: DenseProgram, embedding: Tensor | PackedWeight, head: PackedWeight | PackedQuantized, shapes: ModelShapes, rows: DecodeRows
     ) -> DecodeProgram | None:
         """Returns ``program`` with ``embedding`` and ``head`` of a model of ``shapes`` as that of a step of ``rows``; ``None`` where the kernels have none."""
         # Other weights may be put in the place of an embedding's, which stays the same parameter.

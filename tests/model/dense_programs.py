@@ -13,7 +13,7 @@ from tandem.layout.rotary import NO_SCALING, Rotary
 from tandem.layout.shapes import ModelShapes, Multipliers
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
-from tandem.model.quantization.scheme import Stored
+from tandem.model.quantization.scheme import Scheme, Stored
 
 Quantize = Callable[[int, Tensor], Stored]
 
@@ -43,9 +43,9 @@ class OneByOne:
         return getattr(self.inner, name)
 
 
-def packed(shapes: ModelShapes, kernels: Any, quantize: Quantize | None = None) -> Decoder:
+def packed(shapes: ModelShapes, kernels: Any, quantize: Quantize | None = None, scheme: Scheme | None = None) -> Decoder:
     """Random weights without special values. ``quantize(place, weight[N, K])``: a matrix by its place in the layer as it is packed, as of a
-    quantized folder."""
+    quantized folder. ``scheme``: how matrices are rounded as they are packed."""
     decoder, generator = Decoder(shapes, kernels), torch.Generator().manual_seed(2)
     initialise(decoder, 1)
     with torch.no_grad():
@@ -56,6 +56,7 @@ def packed(shapes: ModelShapes, kernels: Any, quantize: Quantize | None = None) 
         for place, linear in enumerate(layer.linears()):
             assert linear.weight is not None
             linear.stored, linear.weight = (quantize(place, linear.weight.detach()),), None
+    decoder.quantization = scheme
     decoder.pack()
     return decoder
 

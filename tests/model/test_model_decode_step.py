@@ -13,6 +13,7 @@ from tandem.kernels.api import KVLayer
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
+from tandem.model.quantization.scheme import scheme_named
 
 ROWS, COLUMNS, STEPS = 36, 4, 5
 """So many rows that two threads have sequences of their own."""
@@ -45,7 +46,7 @@ def cache_of(decoder: Decoder) -> list[KVLayer]:
 
 
 def one_by_one(decoder: Decoder, rows: RowTensors, caches: list[KVLayer], index: torch.Tensor) -> SampledRows:
-    batch = decode_input(rows, index, COLUMNS)
+    batch = decode_input(rows, index, rows.block_tables.shape[1])
     logits = decoder.logits(decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches, None)))
     return decoder.kernels.sample_rows(logits, *rows.sampling_metadata(index))
 
@@ -74,6 +75,39 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts_one_by_one(name: str, thre
         tokens.append(own.tokens)
     assert all(torch.equal(a, b) for mine, theirs in zip(own_cache, expected_cache, strict=True) for a, b in zip(mine[:2], theirs[:2], strict=True))
     assert len(torch.cat(tokens).unique()) > 10, "tokens that are all alike would say nothing"
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "w4a8", "nf4", "bf16"])
+def test_a_step_with_a_quantized_head_has_the_bits_of_its_parts_one_by_one(name: str, cpu_kernels: Kernels) -> None:
+    named = scheme_named(name)
+    scheme, index = replace(named, head=True, group_size=min(32, named.group_size)), torch.arange(ROWS)
+    alone, program = packed(QWEN3, OneByOne(cpu_kernels), scheme=scheme), packed(QWEN3, cpu_kernels, scheme=scheme)
+    expected = one_by_one(alone, rows_in_use(), cache_of(alone), index)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert all(map(torch.equal, at_once(program, rows_in_use(), cache_of(program), index), expected))
+    plain = packed(QWEN3, cpu_kernels, scheme=replace(scheme, head=False))
+    assert not torch.equal(one_by_one(plain, rows_in_use(), cache_of(plain), index).raw, expected.raw), "the head was not quantized"
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_team_of_threads_computes_few_rows_with_the_bits_of_one_thread(rows: int, cpu_kernels: Kernels) -> None:
+    """Of layers that are so wide that each product is shared, and of contexts of several spans of the attention's softmax."""
+    shapes = replace(QWEN3, vocab_size=1003, hidden_size=640, head_dim=64, intermediate_size=840, max_position_embeddings=1100)
+    decoder, state = packed(shapes, cpu_kernels), RowTensors(ROWS, 70, torch.device("cpu"))
+    lengths, blocks = torch.full((ROWS,), 1088), torch.randperm(ROWS * COLUMNS, generator=torch.Generator().manual_seed(1))
+    state.fill(torch.arange(ROWS), torch.stack((torch.arange(ROWS), lengths, lengths, 0 * lengths)), torch.tensor([1.0, 1.0, 0.0])[:, None].expand(3, ROWS))
+    state.block_tables.copy_(blocks[:70].expand(ROWS, 70))
+    # Rows that read the same blocks write to one of their own.
+    state.block_tables[:, 67] = blocks[70 : 70 + ROWS]
+    computed = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        index = torch.arange(rows)
+        computed += [at_once(decoder, state, cache_of(decoder), index) for _ in range(3)]
+    assert all(torch.equal(a, b) for drawn in computed[1:] for a, b in zip(drawn, computed[0], strict=True))
+    expected = one_by_one(packed(shapes, OneByOne(cpu_kernels)), state, cache_of(decoder), torch.arange(rows))
+    assert all(map(torch.equal, computed[0], expected))
 
 
 def test_a_head_that_is_too_large_for_the_cache_is_computed_by_all_threads_together() -> None:

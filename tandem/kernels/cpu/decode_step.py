@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, empty, float32, int32, int64
 
 from tandem.kernels.api import KVLayer, PackedWeight, SampledRows
+from tandem.kernels.cpu.dense_matrix import Matrix, described, has_format
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.decode_step import DecodeEnds, DecodeRows, DrawnRows
+from tandem.kernels.dense_layers import DenseProduct
 
 if TYPE_CHECKING:
     from tandem.kernels.cpu.dense_program import CpuDenseProgram
@@ -24,8 +26,7 @@ class _Rows(Structure):
 
 class _Ends(Structure):
     _fields_ = (
-        ("embedding", c_void_p), ("head", c_void_p),
-        *((name, c_int64) for name in ("is_packed", "is_bf16", "vocabulary", "hidden")),
+        ("head", Matrix), ("embedding", c_void_p), ("is_packed", c_int64), ("head_precision", c_int64),
         *((name, c_float) for name in ("embedding_factor", "head_factor", "cap")),
     )  # fmt: skip
 
@@ -35,16 +36,16 @@ class _Drawn(Structure):
 
 
 class CpuDecodeProgram:
-    """See ``DecodeProgram``. ``is_bf16``: whether the head multiplies in bf16."""
+    """See ``DecodeProgram``. ``head_precision``: of the products of the head."""
 
-    def __init__(self, library: Library, layers: "CpuDenseProgram", ends: DecodeEnds, rows: DecodeRows, is_bf16: bool) -> None:
+    def __init__(self, library: Library, layers: "CpuDenseProgram", ends: DecodeEnds, rows: DecodeRows, head_precision: int) -> None:
         self._call = library.decode_step
         self._layers = layers
         self._tensors = ends, rows  # what is read by address
         vocabulary, hidden = ends.head.rows, ends.head.columns
         embedding = ends.embedding.data if isinstance(ends.embedding, PackedWeight) else ends.embedding
         self._ends = _Ends(
-            embedding.data_ptr(), ends.head.data.data_ptr(), isinstance(ends.embedding, PackedWeight), is_bf16, vocabulary, hidden,
+            described(DenseProduct(ends.head, None)), embedding.data_ptr(), isinstance(ends.embedding, PackedWeight), head_precision,
             ends.embedding_factor, ends.head_factor, ends.cap or 0.0,
         )  # fmt: skip
         self._rows = _Rows(*(column.data_ptr() for column in rows), *rows.block_tables.shape)
@@ -60,7 +61,7 @@ class CpuDecodeProgram:
             if code == 1:
                 raise IndexError(f"a decoding step's row is not one of {self._rows.rows}, or has no token, or more than its block table holds")
             if code == 2:
-                raise IndexError(f"a decoding step's token is outside the vocabulary of {self._ends.vocabulary}")
+                raise IndexError(f"a decoding step's token is outside the vocabulary of {self._ends.head.rows}")
             self._layers.raise_for(code, len(caches[0].keys))
             raise RuntimeError(f"a decoding step ended with the code {code}")
         return SampledRows(tokens, raw, sampling)
@@ -74,7 +75,7 @@ def is_decodable(ends: DecodeEnds, rows: DecodeRows, hidden: int) -> bool:
     shape = (embedding.rows, embedding.columns) if isinstance(embedding, PackedWeight) else tuple(embedding.shape)
     integers, numbers = rows[:4], rows[4:7]
     return (
-        isinstance(head, PackedWeight) and head.columns == hidden and shape == (head.rows, hidden)
+        has_format(head) and head.columns == hidden and shape == (head.rows, hidden)
         and data.dtype is float32 and all(column.is_cpu and column.is_contiguous() for column in (data, head.data, *rows))
         and all(column.dtype is int64 for column in integers) and all(column.dtype is float32 for column in numbers) and rows.block_tables.dtype is int32
     )  # fmt: skip

@@ -75,7 +75,8 @@ class CpuDenseProgram:
         """See ``kernels.decode_step``."""
         hidden = self._tensors[0][0].hidden_size
         # Logits are not rounded to bf16 with any precision.
-        return CpuDecodeProgram(self._library, self, ends, rows, self._precision != FP32) if is_decodable(ends, rows, hidden) else None
+        head_precision = FP32 if self._precision == FP32 else BF16
+        return CpuDecodeProgram(self._library, self, ends, rows, head_precision) if is_decodable(ends, rows, hidden) else None
 
     def at(self, caches: Sequence[KVLayer]) -> tuple[int, ...]:
         """Returns the first arguments of calls that compute all layers over ``caches``: layers and their number, caches, precision, the last norm."""

@@ -6,6 +6,7 @@
 #include "calls.h"
 #include "direct.h"
 #include "parallel.h"
+#include "team.h"
 
 namespace {
 
@@ -35,14 +36,13 @@ void run_in_pieces(const std::vector<Task>& tasks, const Queries& q, int threads
   thread_local Scratch memory;
   float* states = memory.floats(floats);
   const int64_t count = static_cast<int64_t>(pieces.size());
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t i = 0; i < count; ++i) {
+  share(threads, count, 1, [&](int64_t i) {
     const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(i)].task)];
     int64_t at[MAX_ROWS_AT_ONCE];
     Source source = source_of(task);
     source.is_read_once = source.table;
     run_piece(rows_of(task, q, 0, at), q, source, pieces[static_cast<size_t>(i)].span, width, states + offsets[static_cast<size_t>(i)]);
-  }
+  });
   for (int64_t i = 0; i < count; ++i) {
     const int64_t owner = pieces[static_cast<size_t>(i)].task;
     if (i > 0 && pieces[static_cast<size_t>(i) - 1].task == owner) continue;
@@ -55,26 +55,22 @@ void run_in_pieces(const std::vector<Task>& tasks, const Queries& q, int threads
 // Longest first would be best; in order of the batch is close, and simple.
 template <typename SourceOf>
 void run_tasks(const std::vector<Task>& tasks, const Queries& q, int64_t work, SourceOf source_of) {
-  const int threads = threads_for(work);
+  const int threads = sharing_threads_for(work);
   const int64_t count = static_cast<int64_t>(tasks.size()), at_once = std::max<int64_t>(1, count / (threads * 16));
   const bool few_rows = std::all_of(tasks.begin(), tasks.end(), [&](const Task& task) { return q.rows_of(task) <= MAX_ROWS_AT_ONCE; });
   if (threads > 1 && count < 4 * threads && few_rows) return run_in_pieces(tasks, q, threads, source_of);
-  Failure failure;
-#pragma omp parallel for schedule(dynamic, at_once) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < count; ++i)
-    failure.guard([&] {
-      Source source = source_of(tasks[static_cast<size_t>(i)]);
-      source.is_read_once = few_rows && source.table;
-      if (source.is_read_once && i + 1 < count) {
-        const Task& behind = tasks[static_cast<size_t>(i) + 1];
-        const Source next = source_of(behind);
-        source.next_keys = next.keys;
-        source.next_table = next.table;
-        source.next_last = (behind.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-      }
-      run_task(tasks[static_cast<size_t>(i)], q, source);
-    });
-  failure.raise();
+  share(threads, count, at_once, [&](int64_t i) {
+    Source source = source_of(tasks[static_cast<size_t>(i)]);
+    source.is_read_once = few_rows && source.table;
+    if (source.is_read_once && i + 1 < count) {
+      const Task& behind = tasks[static_cast<size_t>(i) + 1];
+      const Source next = source_of(behind);
+      source.next_keys = next.keys;
+      source.next_table = next.table;
+      source.next_last = (behind.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    }
+    run_task(tasks[static_cast<size_t>(i)], q, source);
+  });
 }
 
 int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, int64_t first, int64_t last, int64_t query_row) {

@@ -83,6 +83,18 @@ INLINE void with_scores(float scale, float cap, Call call) {
     call(Capped{scale, cap});
 }
 
+// How many rows are computed at once, and for so many rows how many tiles of keys and vectors of values: as many sums as the registers hold beside what they
+// are computed from, and where rows are few enough of them to keep the multipliers busy.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS_OF_SUMS = 8;
+constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int vectors_at_once(int rows) { return rows <= 2 ? 4 : 2; }
+#else
+constexpr int MOST_ROWS_OF_SUMS = 6;
+constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int vectors_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+
 // Few rows wait for memory longer than they compute: while they read some tiles, the cache lines of others are fetched, each where
 // its counterpart is read. `AHEAD` false: none.
 template <typename T>
@@ -95,32 +107,38 @@ INLINE void fetch(const T* line) {
 template <int ROWS, int TILES, bool AHEAD = false, typename T>
 INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const Tiles<T>& view, float* out,
                       const Tiles<T>* ahead = nullptr) {
-  int64_t t = first;
-  for (; t + TILES <= last; t += TILES) {
-    const T *keys[TILES], *next[TILES];
-    V acc[TILES][ROWS];
-#pragma GCC unroll 8
-    for (int i = 0; i < TILES; ++i) {
-      keys[i] = view.tile(t + i);
-      if constexpr (AHEAD) next[i] = ahead->tile(t + i);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) acc[i][r] = zero();
-    }
-    for (int64_t d = 0; d < size; ++d)
+  if constexpr (ROWS > MOST_ROWS_OF_SUMS) {
+    constexpr int HALF = ROWS / 2, REST = ROWS - HALF;
+    dot_tiles<HALF, tiles_at_once(HALF), AHEAD>(rows, size, first, last, view, out, ahead);
+    dot_tiles<REST, tiles_at_once(REST)>(rows + HALF, size, first, last, view, out + HALF * SPAN);
+  } else {
+    int64_t t = first;
+    for (; t + TILES <= last; t += TILES) {
+      const T *keys[TILES], *next[TILES];
+      V acc[TILES][ROWS];
 #pragma GCC unroll 8
       for (int i = 0; i < TILES; ++i) {
-        const V key = widen(keys[i] + d * LANES);
-        if constexpr (AHEAD) fetch(next[i] + d * LANES);
+        keys[i] = view.tile(t + i);
+        if constexpr (AHEAD) next[i] = ahead->tile(t + i);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) acc[i][r] = fma(set1(rows[r][d]), key, acc[i][r]);
+        for (int r = 0; r < ROWS; ++r) acc[i][r] = zero();
       }
+      for (int64_t d = 0; d < size; ++d)
 #pragma GCC unroll 8
-    for (int i = 0; i < TILES; ++i)
+        for (int i = 0; i < TILES; ++i) {
+          const V key = widen(keys[i] + d * LANES);
+          if constexpr (AHEAD) fetch(next[i] + d * LANES);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) store(out + r * SPAN + (t + i - first) * LANES, acc[i][r]);
+          for (int r = 0; r < ROWS; ++r) acc[i][r] = fma(set1(rows[r][d]), key, acc[i][r]);
+        }
+#pragma GCC unroll 8
+      for (int i = 0; i < TILES; ++i)
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) store(out + r * SPAN + (t + i - first) * LANES, acc[i][r]);
+    }
+    if constexpr (TILES > 1)
+      if (t < last) dot_tiles<ROWS, TILES / 2, AHEAD>(rows, size, t, last, view, out + (t - first) * LANES, ahead);
   }
-  if constexpr (TILES > 1)
-    if (t < last) dot_tiles<ROWS, TILES / 2, AHEAD>(rows, size, t, last, view, out + (t - first) * LANES, ahead);
 }
 
 // For the rows r: out[r][d .. d + 16 VECTORS) += sum over the keys from <= key < to, in order, of weights[r][key - first_key]
@@ -163,12 +181,19 @@ template <int ROWS, bool AHEAD = false, typename T>
 INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const Tiles<T>& view, float* out,
                             const Ahead<T>& ahead = {}) {
   if (from >= to) return;
-  int64_t d = 0;
-  if constexpr (ROWS <= 2)
-    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
-  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
-  for (; d < size; d += LANES)
-    add_keys<ROWS, 1, AHEAD>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out, ahead);
+  if constexpr (ROWS > MOST_ROWS_OF_SUMS) {
+    constexpr int HALF = ROWS / 2;
+    add_all_columns<HALF, AHEAD>(weights, first_key, from, to, size, view, out, ahead);
+    add_all_columns<ROWS - HALF>(weights + HALF * SPAN, first_key, from, to, size, view, out + HALF * MAX_HEAD_SIZE);
+  } else {
+    int64_t d = 0;
+    if constexpr (vectors_at_once(ROWS) >= 4)
+      for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
+    if constexpr (vectors_at_once(ROWS) >= 2)
+      for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2, AHEAD>(weights, first_key, from, to, d, LANES, view, out, ahead);
+    for (; d < size; d += LANES)
+      add_keys<ROWS, 1, AHEAD>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out, ahead);
+  }
 }
 
 template <typename T>
@@ -190,8 +215,6 @@ INLINE void add_weighted(const float* weights, const Rows& rows, int64_t first, 
   for (int r = 0; r < ROWS; ++r)
     add_row(weights + r * SPAN, begin, std::max(shared_end, rows.begin[r]), std::min(end, rows.end[r]), size, view, out[r]);
 }
-
-constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
 // Runs call<ROWS>() for rows.count.
 template <typename Call>

@@ -8,6 +8,7 @@
 
 #include "calls.h"
 #include "dense_layers.h"
+#include "dense_matrix.h"
 #include "direct.h"
 #include "parallel.h"
 #include "rows.h"
@@ -22,10 +23,11 @@ struct DecodeRows {
   int64_t rows, columns;
 };
 
-// Before and after the layers. Factors of 1 change nothing, nor does a cap of 0. `head` is packed, and the embedding where it says so.
+// Before and after the layers. Factors of 1 change nothing, nor does a cap of 0. The embedding is packed where it says so.
 struct DecodeEnds {
-  const float *embedding, *head;
-  int64_t is_packed, is_bf16, vocabulary, hidden;
+  DenseMatrix head;
+  const float* embedding;
+  int64_t is_packed, head_precision;
   float embedding_factor, head_factor, cap;
 };
 
@@ -93,16 +95,16 @@ class Ends final : public RowWork {
   Ends(const DecodeEnds& ends, const StepRows& rows, float* residual, float* hidden, float* logits, int64_t* tokens, float* raw, float* sampling)
       : ends_(ends), rows_(rows), residual_(residual), hidden_(hidden), logits_(logits), tokens_(tokens), raw_(raw), sampling_(sampling) {}
 
-  bool draws_apart() const { return ends_.vocabulary * ends_.hidden * (ends_.is_bf16 ? 2 : 4) <= HEAD_BYTES_IN_CACHE; }
+  bool draws_apart() const { return bytes_of(ends_.head, precision()) <= HEAD_BYTES_IN_CACHE; }
 
   int before(int64_t first, int64_t rows) const override {
-    const int64_t width = ends_.hidden, *tokens = rows_.tokens.data() + first;
+    const int64_t width = ends_.head.columns, vocabulary = ends_.head.rows, *tokens = rows_.tokens.data() + first;
     float* to = residual_ + first * width;
     if (ends_.is_packed) {
-      if (tandem_packed_rows(ends_.embedding, ends_.vocabulary, width, tokens, rows, to)) return NO_SUCH_TOKEN;
+      if (tandem_packed_rows(ends_.embedding, vocabulary, width, tokens, rows, to)) return NO_SUCH_TOKEN;
     } else {
       for (int64_t i = 0; i < rows; ++i) {
-        if (tokens[i] < 0 || tokens[i] >= ends_.vocabulary) return NO_SUCH_TOKEN;
+        if (tokens[i] < 0 || tokens[i] >= vocabulary) return NO_SUCH_TOKEN;
         std::copy_n(ends_.embedding + tokens[i] * width, width, to + i * width);
       }
     }
@@ -113,20 +115,20 @@ class Ends final : public RowWork {
   int after(int64_t first, int64_t rows) const override { return draws_apart() ? draw(first, rows) : 0; }
 
   int draw(int64_t first, int64_t rows) const {
-    const int64_t width = ends_.hidden, vocabulary = ends_.vocabulary;
+    const int64_t width = ends_.head.columns, vocabulary = ends_.head.rows;
     float *x = hidden_ + first * width, *logits = logits_ + first * vocabulary;
     multiply_all(x, rows * width, ends_.head_factor);
-    int code = ends_.is_bf16 ? tandem_bf16_linear(x, ends_.head, 1, nullptr, 0, rows, vocabulary, width, logits)
-                             : tandem_linear(x, ends_.head, 1, nullptr, rows, vocabulary, width, logits);
-    if (code == 0 && ends_.cap != 0.0f) tandem_soft_cap(logits, rows, vocabulary, ends_.cap, logits);
-    if (code == 0)
-      code = tandem_sample(logits, rows, vocabulary, rows_.temperature.data() + first, rows_.top_k.data() + first, rows_.top_p.data() + first,
-                           rows_.min_p.data() + first, rows_.uniform.data() + first, tokens_ + first, raw_ + first, sampling_ + first);
+    multiply(ends_.head, precision(), x, rows, logits);
+    if (ends_.cap != 0.0f) tandem_soft_cap(logits, rows, vocabulary, ends_.cap, logits);
+    const int code = tandem_sample(logits, rows, vocabulary, rows_.temperature.data() + first, rows_.top_k.data() + first, rows_.top_p.data() + first,
+                                   rows_.min_p.data() + first, rows_.uniform.data() + first, tokens_ + first, raw_ + first, sampling_ + first);
     if (code == OUT_OF_MEMORY) throw std::bad_alloc();
     return code;
   }
 
  private:
+  int precision() const { return static_cast<int>(ends_.head_precision); }
+
   const DecodeEnds& ends_;
   const StepRows& rows_;
   float *residual_, *hidden_, *logits_;
@@ -146,9 +148,18 @@ int tandem_decode_step(const DenseLayer* layers, int64_t layer_count, const Dens
     StepRows rows;
     if (const int code = rows.read(*state, index, count)) return code;
     thread_local Scratch memory;
-    float *residual = memory.floats(count * (2 * ends->hidden + ends->vocabulary)), *hidden = residual + count * ends->hidden;
-    const Ends work(*ends, rows, residual, hidden, hidden + count * ends->hidden, tokens, raw, sampling);
-    const int code = run_dense_layers({layers, layer_count, caches, precision, norm}, rows.batch(), residual, hidden, &work);
+    const int64_t width = ends->head.columns;
+    float *residual = memory.floats(count * (2 * width + ends->head.rows)), *hidden = residual + count * width;
+    const Ends work(*ends, rows, residual, hidden, hidden + count * width, tokens, raw, sampling);
+    const DenseModel model = {layers, layer_count, caches, precision, norm};
+    const FlatBatch batch = rows.batch();
+    int code = 0;
+    const auto run = [&] { code = run_dense_layers(model, batch, residual, hidden, &work); };
+    // A quantized head shares its loops by OpenMP.
+    if (ends->head.format == PACKED)
+      in_team(model, batch, run);
+    else
+      run();
     return code || work.draws_apart() ? code : work.draw(0, count);
   });
 }

@@ -14,6 +14,7 @@
 #include "numbers.h"
 #include "parallel.h"
 #include "rows.h"
+#include "team.h"
 
 // The structures of dense_program.py, field by field.
 //
@@ -150,6 +151,24 @@ std::vector<int64_t> parts_of(const DenseModel& model, const FlatBatch& batch) {
 
 }  // namespace
 
+void in_team(const DenseModel& model, const FlatBatch& batch, const std::function<void()>& call) {
+  // Of more rows there are parts, or products that take long beside their sharing. Quantized products share their loops by OpenMP. Where one thread computes
+  // the largest product alone, it computes all: on cores that other processes use too, a step of microseconds would wait for milliseconds until a second
+  // thread runs.
+  bool is_packed = true;
+  int64_t most = 0;
+  for (const DenseLayer* layer = model.layers; layer < model.layers + model.count; ++layer)
+    for (const DenseMatrix* matrix : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down}) {
+      is_packed = is_packed && matrix->format == PACKED;
+      most = std::max(most, matrix->rows * matrix->columns);
+    }
+  const int threads = is_packed && batch.tokens < 2 * ROWS_OF_A_PART ? threads_for(batch.tokens * most) : 1;
+  if (threads > 1)
+    Team::run(threads, call);
+  else
+    call();
+}
+
 int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work) {
   const int64_t hidden = model.layers->output.rows;
   const auto run = [&](const FlatBatch& own, int64_t first, const int64_t* places, float* to) {
@@ -186,7 +205,10 @@ int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCach
     for (int64_t i = 0; i < wanted_count; ++i)
       if (wanted_count > tokens || wanted[i] < 0 || wanted[i] >= tokens) return 1;
     const FlatBatch batch = {tokens, positions, slots, query_start, context_lens, block_tables, sequences, table_width, wanted, wanted_count};
-    return run_dense_layers({layers, count, caches, precision, norm}, batch, residual, out, nullptr);
+    const DenseModel model = {layers, count, caches, precision, norm};
+    int code = 0;
+    in_team(model, batch, [&] { code = run_dense_layers(model, batch, residual, out, nullptr); });
+    return code;
   });
 }
 

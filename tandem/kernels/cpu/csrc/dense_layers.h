@@ -1,6 +1,8 @@
 // All layers of a dense decoder (dense_layers.cpp), for calls that compute more of a step.
 #pragma once
 
+#include <functional>
+
 #include "batch_parts.h"
 
 struct DenseLayer;
@@ -24,6 +26,9 @@ class RowWork {
  protected:
   ~RowWork() = default;
 };
+
+// Runs call(), which computes `batch` through the layers: with a team of threads where the rows are few.
+void in_team(const DenseModel& model, const FlatBatch& batch, const std::function<void()>& call);
 
 // As tandem_dense_layers, which says what it returns. With `work` all rows are wanted.
 int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work);

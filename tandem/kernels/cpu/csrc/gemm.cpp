@@ -6,6 +6,7 @@
 #include "dot.h"
 #include "numbers.h"
 #include "parallel.h"
+#include "team.h"
 #include "vec.h"
 
 namespace {
@@ -22,6 +23,7 @@ constexpr int MAX_VECTORS = 1;
 constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
+constexpr int64_t LINE = LANES * sizeof(float);  // bytes
 constexpr int64_t LEFT_TILE = MAX_ROWS[MAX_VECTORS];  // rows of a tile of a packed left matrix
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
@@ -46,7 +48,8 @@ struct Tile {
   const float* bias;
   bool add, rounds;
   int columns;        // of the last vector, 1..16
-  const float* ahead;  // what is read next, k cache lines of it: memory answers while the tile is computed
+  const char* ahead;   // what is read next: memory answers while the tile is computed
+  int64_t ahead_step;  // bytes of it for each k
 };
 
 template <int ROWS, int VECTORS, typename Math>
@@ -56,13 +59,14 @@ INLINE void chains(const Tile& t, V (&acc)[ROWS][VECTORS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
   const float* left = t.left;
-  const float *right = t.right, *ahead = t.ahead;
-  const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride;
+  const float* right = t.right;
+  const char* ahead = t.ahead;
+  const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride, ahead_step = t.ahead_step;
 #pragma GCC unroll 2
   for (int64_t k = 0; k < t.k; ++k) {
     V b[VECTORS];
     __builtin_prefetch(ahead, 0, 2);
-    ahead += LANES;
+    ahead += ahead_step;
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) b[v] = load(right + v * LANES);
 #pragma GCC unroll 16
@@ -309,15 +313,18 @@ class Block {
       t.add = p_.accumulate || k0 > 0;
       t.rounds = p_.rounds && last;
       t.columns = static_cast<int>(std::min<int64_t>(LANES, p_.n - first - n - (vectors - 1) * LANES));
-      for (int64_t m = m0; m < m1; m += most) {
-        const int64_t rows = std::min(most, m1 - m);
+      const int64_t count = (m1 - m0 + most - 1) / most;
+      // Packed blocks lie one behind the other, so each tile fetches its share of those columns of the next block.
+      t.ahead_step = std::min<int64_t>(LINE, (vectors * LINE + count - 1) / count);
+      t.ahead = reinterpret_cast<const char*>(right + k * (width + n));
+      for (int64_t i = 0; i < count; ++i, t.ahead += k * t.ahead_step) {
+        // Tiles of about the same height: one of few rows waits for its own sums.
+        const int64_t m = tile ? m0 + i * tile : m0 + (m1 - m0) * i / count, end = tile ? std::min(m1, m + tile) : m0 + (m1 - m0) * (i + 1) / count;
         t.left = tile ? left.data + (m - m0) * k : left.data + (m - m0) * left.row_stride;
         t.row_stride = tile ? 1 : left.row_stride;
         t.k_stride = tile ? tile : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
-        // Packed blocks lie one behind the other; a block of whole panels has PANEL / LANES lines for each k.
-        t.ahead = right + k * width + std::min<int64_t>((m - m0) / most, PANEL / LANES - 1) * k * LANES;
-        TILES<Math>.of[vectors][rows](t);
+        TILES<Math>.of[vectors][end - m](t);
       }
       n += vectors * LANES;
     }
@@ -328,20 +335,15 @@ template <typename Math>
 void multiply_packed(const Product& p, const float* packed) {
   const Block<Math> block(p, packed);
   const int64_t panels = panel_count(p.n);
-  const int threads = threads_for(p.m * p.n * p.k);
+  const int threads = sharing_threads_for(p.m * p.n * p.k);
   if (threads == 1) return block.run(0, p.m, 0, panels);
   const int64_t chunks = (p.m + ROW_CHUNK - 1) / ROW_CHUNK;
   // Enough tasks to share the work out evenly, and no more: a task reads its whole part of both matrices.
   const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / chunks));
-  Failure failure;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t task = 0; task < chunks * groups; ++task) {
+  share(threads, chunks * groups, 1, [&](int64_t task) {
     const int64_t chunk = task / groups, group = task % groups;
-    failure.guard([&] {
-      block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
-    });
-  }
-  failure.raise();
+    block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+  });
 }
 
 // Decoded again for every CODED_ROWS rows, in the order of their columns: the outputs of so many rows and one panel stay in the cache.
