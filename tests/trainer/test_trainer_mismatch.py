@@ -12,6 +12,7 @@ from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.packing import pack_shares, packed_tokens
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.types import Batch
@@ -133,13 +134,19 @@ def tokens_without_gradient(model, run):
     return sum(seen)
 
 
+def tokens_of_passes(sequences):
+    """Returns the tokens of passes without gradient over ``sequences``, which have what sequences of a micro-batch begin with in common once."""
+    (bins,) = pack_shares(sequences, 1, TRAINER.micro_batch_tokens, share_prompts=True)
+    return sum(packed_tokens([sequences[i] for i in chosen], True) for chosen in bins)
+
+
 def test_comparing_costs_nothing_where_the_first_update_sees_all_and_else_a_forward_pass_of_what_it_does_not_see(make_model, make_batch):
     model, batch = make_model(torch.float32), make_batch(count=16)
     whole = without_masks(batch)
-    lengths = [len(s.token_ids) - 1 for s in batch.sequences]
+    first, unseen = len(batch.sequences[0].token_ids) - 1, tokens_of_passes(whole.sequences[8:])
     assert tokens_without_gradient(model, lambda: metrics_of(model, whole, AlgorithmConfig())) == 0
-    assert tokens_without_gradient(model, lambda: metrics_of(model, whole, AlgorithmConfig(minibatches=2))) == sum(lengths[8:])
-    one_masked = replace(whole, sequences=(replace(whole.sequences[0], loss_mask=(0.0,) * (lengths[0] + 1)), *whole.sequences[1:]))
-    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, AlgorithmConfig())) == lengths[0]
+    assert tokens_without_gradient(model, lambda: metrics_of(model, whole, AlgorithmConfig(minibatches=2))) == unseen
+    one_masked = replace(whole, sequences=(replace(whole.sequences[0], loss_mask=(0.0,) * (first + 1)), *whole.sequences[1:]))
+    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, AlgorithmConfig())) == first
     recompute = AlgorithmConfig(old_logprobs="recompute", minibatches=2)
-    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, recompute)) == sum(lengths)
+    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, recompute)) == tokens_of_passes(whole.sequences[1:]) + first
