@@ -130,7 +130,8 @@ def predict(
     if critic is not None:
         # The critic learns first; its gradients stay while the actor learns.
         training = max(update(critic, "critic", "critic_optimizer"), training + gradient_bytes(critic, trainer, parallel))
-    passes = inference_bytes((teacher or shapes if reference or reads_base else None, critic, reward_model), tokens, parallel, attended)
+    # Passes without gradient share what sequences begin with, whatever the setting; attention then gathers up to the tokens of a pass.
+    passes = inference_bytes((teacher or shapes if reference or reads_base else None, critic, reward_model), tokens, parallel, attended or tokens)
     rest = max(map(resting, (Phase.INFERENCE, Phase.TRAIN) if reads_base else (Phase.INFERENCE,)))
     return PodMemory(
         trainer=ranks * training,

@@ -86,7 +86,8 @@ def predict_gpu(
         # The critic learns first; its gradients stay while the actor learns.
         training |= {"critic_gradients": gradient_bytes(critic, trainer, parallel)}
         training = max(update(critic, "critic", "critic_optimizer", prefix="critic_"), training, key=lambda parts: sum(parts.values()))
-    passes = inference_bytes((teacher or shapes if reference else None, critic, reward_model), tokens, parallel, attended)
+    # Passes without gradient share what sequences begin with, whatever the setting; attention then gathers up to the tokens of a pass.
+    passes = inference_bytes((teacher or shapes if reference else None, critic, reward_model), tokens, parallel, attended or tokens)
     working = _engine_parts(shapes, trainer, engine, precision, kv_cache_tokens)
     asleep = {"engine_context": ENGINE_CONTEXT_BYTES, "engine_weights": DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))}
     return GpuParts(

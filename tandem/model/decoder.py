@@ -182,7 +182,8 @@ class Decoder(DecoderWeights):
 
     def wanting(self, context: PackedContext, rows: Tensor, tokens: int) -> tuple[PackedContext, Tensor]:
         """Returns the context of a packed batch of which the tokens ``rows[R]`` are wanted, so that the last layer computes nothing behind its attention for
-        the other ones, and the places of ``rows`` among the hidden states: the same as given where that would change a bit of a result."""
+        the other ones, and the places of ``rows`` among the hidden states: the same as given where that would change a bit of a result (except in float64,
+        whose products depend on the number of rows)."""
         # A mixture of experts is told which tokens it sees; tensor- and context-parallel ranks exchange all rows.
         sees_all = self.shapes.experts_of(self.shapes.num_hidden_layers - 1) is not None or not has_independent_rows(self.kernels)
         if sees_all or (self.parallel is not None and not self.parallel.has_all_rows):

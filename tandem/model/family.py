@@ -138,11 +138,6 @@ class Family:
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def is_renamed(self) -> bool:
-        """Whether the folder has another name for a tensor than ``layout.shapes.parameters``."""
-        return any(len(parts) == 1 for _, parts in self.stacked) or (self.experts is not None and self.experts.stacked)
-
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""
 

@@ -68,8 +68,9 @@ def infer_sequences(
     ranks = forward.ranks.data
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
-    share_prompts = share_prompts or _can_share(forward, counted)
-    shares = pack_shares(counted, ranks.size, micro_batch_tokens, share_prompts)
+    can_share = _can_share(forward, counted)
+    shares = pack_shares(counted, ranks.size, micro_batch_tokens, share_prompts, keep_groups=can_share)
+    share_prompts = share_prompts or can_share
     logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64)] * len(sequences)
     if not counted:
         return logprobs

@@ -59,30 +59,33 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
     return best_fit([forward_tokens(s) for s in sequences], micro_batch_tokens)
 
 
-def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False) -> list[list[Bin]]:
-    """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``. ``share_prompts``: sequences with equal prompts
-    are packed together, as far as they fit, and what they begin with in common counts once."""
+def pack_shares(
+    sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False, keep_groups: bool = False
+) -> list[list[Bin]]:
+    """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``. ``share_prompts`` or ``keep_groups``: sequences with
+    equal prompts are packed together, as far as they fit; with ``share_prompts`` the prompt counts once."""
     lengths = [forward_tokens(s) for s in sequences]
-    if not share_prompts or (ranks == 1 and sum(lengths) <= micro_batch_tokens):
+    if not (share_prompts or keep_groups) or (ranks == 1 and sum(lengths) <= micro_batch_tokens):
         return _shares(lengths, ranks, micro_batch_tokens)
-    units = prompt_units(sequences, ranks, micro_batch_tokens)
-    packed = _shares([packed_tokens([sequences[i] for i in unit], True) for unit in units], ranks, micro_batch_tokens)
+    units = prompt_units(sequences, ranks, micro_batch_tokens, share_prompts)
+    packed = _shares([_counted_tokens([sequences[i] for i in unit], share_prompts) for unit in units], ranks, micro_batch_tokens)
     return [[tuple(sorted(i for unit in chosen for i in units[unit])) for chosen in bins] for bins in packed]
 
 
-def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[Bin]:
-    """Returns the sequences with equal prompts, by index, in units that are packed as one: each of at most ``micro_batch_tokens`` with its prompt, and of
-    at most half of a rank's share, so that the ranks' shares stay even."""
+def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool) -> list[Bin]:
+    """Returns the sequences with equal prompts, by index, in units that are packed as one: each of at most ``micro_batch_tokens`` (``share_prompts``: with
+    the prompt once), and of at most half of a rank's share, so that the ranks' shares stay even."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(_prompt(sequence), []).append(index)
-    most = micro_batch_tokens if ranks == 1 else min(micro_batch_tokens, -(-packed_tokens(sequences, True) // (2 * ranks)))
+    most = micro_batch_tokens if ranks == 1 else min(micro_batch_tokens, -(-_counted_tokens(sequences, share_prompts) // (2 * ranks)))
     units: list[Bin] = []
     for prompt, group in groups.items():
         if not prompt:
             units += [(index,) for index in group]
             continue
-        bins = best_fit([forward_tokens(sequences[i]) - len(prompt) for i in group], max(most - len(prompt), 0))
+        once = len(prompt) if share_prompts else 0
+        bins = best_fit([forward_tokens(sequences[i]) - once for i in group], max(most - once, 0))
         units += [tuple(group[i] for i in chosen) for chosen in bins]
     return units
 
@@ -95,6 +98,13 @@ def packed_tokens(sequences: Sequence[TrainSequence], share_prompts: bool) -> in
     for sequence in sequences:
         tree.add(sequence.token_ids[: forward_tokens(sequence)])
     return len(tree)
+
+
+def _counted_tokens(sequences: Sequence[TrainSequence], share_prompts: bool) -> int:
+    """Returns the tokens of ``sequences``, with ``share_prompts`` each prompt once, but all of every completion: they bound the tokens that the heads see and
+    attention gathers, which completions that begin alike do not lower."""
+    prompts = [_prompt(sequence) for sequence in sequences] if share_prompts else []
+    return sum(map(forward_tokens, sequences)) - sum(map(len, prompts)) + sum(map(len, set(prompts)))
 
 
 def _prompt(sequence: TrainSequence) -> tuple[int, ...]:

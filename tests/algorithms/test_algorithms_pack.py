@@ -65,3 +65,13 @@ def test_each_rank_packs_its_own_share_and_one_rank_packs_all():
     assert pack_shares(sequences, 1, 10) == [pack(sequences, 10)]
     # Rank 0: 7 and 3 fit into 10. Rank 1: 5 and 4 do, and 2 does not.
     assert pack_shares(sequences, 2, 10) == [[(1, 2)], [(3, 4), (0,)]]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_completions_that_are_equal_fill_a_micro_batch_as_others_do(share_prompts: bool) -> None:
+    """The heads see every completion, and attention gathers its keys, whatever is computed once."""
+    sequences = [TrainSequence(f"{i}", (*range(11), *range(20)), 11, (0.0,) * 11 + (1.0,) * 20) for i in range(64)]
+    (bins,) = pack_shares(sequences, 1, 256, share_prompts, keep_groups=True)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(64))
+    # All but the last token of a sequence go through the network: 11 of the prompt, which are counted once or in each, and 19 of the completion.
+    assert max(map(len, bins)) == ((256 - 11) // 19 if share_prompts else 256 // 30)

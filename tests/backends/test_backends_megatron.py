@@ -122,6 +122,7 @@ def test_networks_that_are_not_built_are_named() -> None:
     assert "a factor of attention of its own" in (missing_block(replace(v3, rope_scaling=replace(v3.rope_scaling, attention_factor=1.1))) or "")
     for model, changes, words in (
         (v3, {"normalised": False}, "sigmoid gates that are not divided by their sum"),
+        (MODELS["glm4_moe"], {"num_experts_per_tok": 1}, "a sigmoid gate of one expert, which Megatron-Core never divides"),
         (v3, {"num_experts_per_tok": 2}, "chosen by their two best experts, where Megatron-Core sums the 1 best"),
         # As the published DeepSeek-V2: 6 experts of 3 groups.
         (v2, {"num_experts_per_tok": 6}, "chosen by their best expert, where Megatron-Core sums the 2 best"),

@@ -125,7 +125,7 @@ def decoded(tiny: Tiny, folder: Path, into: Path) -> Any:
         scales = packed.pop(f"{weight}_scale")
         packed[weight] = codes.float() * scales.repeat_interleave(32, 1)[:, : codes.shape[1]]
     plain = load_model(tiny.folder, select("reference"))
-    if all_families()[tiny.family].is_renamed and plain.shapes.experts is not None:
+    if (mixture := all_families()[tiny.family].experts) is not None and mixture.stacked:
         load_tensors(plain, packed.items())
         save_model(plain, into, like=tiny.folder)
     else:

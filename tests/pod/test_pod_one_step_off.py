@@ -21,6 +21,7 @@ from tandem.jobs.rl_run.rl_run import RLRun
 from tandem.jobs.start import resume, train
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
+from tandem.pod.pod_checkpoints import PodCheckpoints
 from tandem.pod.rollout_ahead import Drawn, RolloutAhead
 from tandem.pod.states import RolloutState
 from tandem.rl.rollout.staleness import check_staleness, weights_of
@@ -154,7 +155,7 @@ def drawing_ahead(folder: Path, error: Exception) -> tuple[Pod, RLRun]:
     """Returns a pod whose rollout of step 3 ends with ``error`` beside the trainer's work, and as much of its run as ``keep_drawn`` reads."""
     journal = Journal(folder / "journal.sqlite")
     records = Records(journal, None, Callback())
-    pod = Pod(cast(Any, None), cast(Any, _DyingRollout(error)), folder, 0, journal, lambda step: Round([], []), records, max_restarts=5)
+    pod = Pod(cast(Any, None), cast(Any, _DyingRollout(error)), folder, 0, journal, lambda step: Round([], []), records, PodCheckpoints(journal, Callback()), max_restarts=5)
     pod.engine_step, pod.transitions.rollout = 2, RolloutState.UPDATE_WEIGHT
     pod.begin_rollout(3, [], {}, weights=2)
     return pod, cast(RLRun, SimpleNamespace(journal=journal))

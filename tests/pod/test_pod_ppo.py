@@ -225,6 +225,11 @@ def test_a_critic_of_another_tokenizer_or_of_several_labels_or_too_short_is_refu
     ):
         with pytest.raises(UserError, match=expected):
             check_value_model(str(path), "critic.path", actor, shapes, context, needs_head)
+    bare = make_value_folder(actor, "sequence", 0, tmp_path / "runs" / "other" / "bare")
+    for weights in (*bare.glob("*.safetensors"), *bare.glob("*.index.json")):
+        weights.unlink()
+    with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
+        check_value_model(str(bare), "critic.path", actor, shapes, 48)
     make_character_tokenizer("0123456789=", other)
     with pytest.raises(UserError, match="reads the tokens of another tokenizer"):
         check_value_model(str(other), "critic.path", actor, shapes, 48)

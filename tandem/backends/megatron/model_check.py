@@ -52,12 +52,7 @@ def missing_block(shapes: ModelShapes) -> str | None:
     lacking = missing_term(shapes)
     if lacking is not None:
         return lacking
-    if shapes.latent is not None and shapes.rope_scaling.kind == "yarn":
-        if (lacking := _missing_of_yarn(shapes.rope_scaling)) is not None:
-            return lacking
-    elif shapes.latent is not None and shapes.rope_scaling.kind != "default":
-        return f"latent attention with rope_scaling '{shapes.rope_scaling.kind}'"
-    elif shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
+    if shapes.latent is None and shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
         return f"rope_scaling '{shapes.rope_scaling.kind}'" + (" with other lengths than Llama 3.1's" if shapes.rope_scaling.kind == "llama3" else "")
     if len(window_sizes(shapes)) > 1:
         return f"sliding windows of several sizes ({', '.join(map(str, sorted(window_sizes(shapes))))})"
@@ -66,16 +61,10 @@ def missing_block(shapes: ModelShapes) -> str | None:
     return None if shapes.experts is None else _missing_of_routing(shapes.experts)
 
 
-def _missing_of_yarn(rope: RopeScaling) -> str | None:
-    if rope.attention_factor is not None or not rope.truncate:
-        return "YaRN with a factor of attention of its own, or a range that is not rounded"
-    return "YaRN with mscale_all_dim and without mscale" if rope.mscale_all_dim and not rope.mscale else None
-
-
 def _missing_of_routing(experts: ExpertShapes) -> str | None:
     routing = experts.sigmoid or experts.softmax
-    if experts.sigmoid is not None and not experts.normalised:
-        return "sigmoid gates that are not divided by their sum"
+    if experts.sigmoid is not None and experts.num_experts_per_tok == 1:
+        return "a sigmoid gate of one expert, which Megatron-Core never divides"
     if routing is None or routing.groups == 1:
         return None
     # DeepSeek-V3 chooses groups by their two best experts, V2 by their best; Megatron by as many as each chosen group has on average.

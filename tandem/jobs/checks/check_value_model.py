@@ -22,6 +22,9 @@ def check_value_model(
     if not folder.is_dir():
         raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     shapes = read_shapes(folder, "any", implemented_by)
+    if not implemented_by.is_transformers:
+        # Of a model without a head tensors have other names: its files, their size and their format alone are compared.
+        check_start_weights(path, folder, read_shapes(folder, "none"))
     if needs_head and shapes.language_head:
         raise UserError(
             f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "

@@ -124,7 +124,9 @@ def _check_tensors(folder: Path, shapes: ModelShapes, listed: Mapping[str, Store
     layers = range(shapes.num_hidden_layers, shapes.num_hidden_layers + (further if isinstance(further, int) else 0))
     for name, tensor in listed.items():
         is_left_out = name.endswith("rotary_emb.inv_freq") or name.startswith(FURTHER_TOKENS) or layer_of(name) in layers
-        if name not in wanted and not is_left_out and not (shapes.tie_word_embeddings and name == HEAD):
+        if is_left_out:
+            continue
+        if name not in wanted and not (shapes.tie_word_embeddings and name == HEAD):
             raise UserError(f"model '{folder}': tensor '{name}' is not a parameter of this {shapes.architecture} model; check config.json")
         if not tensor.dtype.startswith(("F", "BF")):
             raise UserError(f"model '{folder}': tensor '{name}' is {tensor.dtype}; quantized weights are not supported here; use the float checkpoint")

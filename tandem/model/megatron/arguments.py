@@ -146,19 +146,20 @@ def _experts(given: dict[str, Any], layers: int, is_latent: bool, normed: bool) 
     if is_sigmoid and not given.get("moe_router_enable_expert_bias"):
         raise ValueError("experts are chosen by sigmoid scores without a bias")
     if is_latent:
-        architecture = "deepseek_v3" if is_sigmoid else "deepseek_v2"
+        architecture, names = "deepseek_v3" if is_sigmoid else "deepseek_v2", STANDARD_NAMES
     elif is_sigmoid:
-        architecture = "glm4_moe"
+        architecture, names = "glm4_moe", STANDARD_NAMES
     elif shared:
-        architecture = "qwen2_moe"
+        architecture, names = "qwen2_moe", qwen2_moe.NAMES
     else:
-        architecture = "qwen3_moe" if normed else "mixtral"
-    if gated != (architecture == "qwen2_moe") or (softmax != SoftmaxRouting() and architecture not in ("deepseek_v2", "deepseek_v3", "glm4_moe")):
+        architecture, names = ("qwen3_moe", qwen3_moe.NAMES) if normed else ("mixtral", mixtral.NAMES)
+    is_plain = not is_latent and not is_sigmoid
+    if gated != bool(is_plain and shared) or (is_plain and softmax != SoftmaxRouting()):
         raise ValueError("no supported family has this mixture of experts")
     experts = ExpertShapes(
         int(given["num_experts"]), int(given["moe_router_topk"]), int(given.get("moe_ffn_hidden_size") or given["ffn_hidden_size"]),
         is_sigmoid or not given.get("moe_router_pre_softmax", False), tuple(i for i in range(layers) if not sparse[i]),
-        {"mixtral": mixtral.NAMES, "qwen2_moe": qwen2_moe.NAMES, "qwen3_moe": qwen3_moe.NAMES}.get(architecture, STANDARD_NAMES), shared, gated,
+        names, shared, gated,
         SigmoidRouting(*groups, scaling) if is_sigmoid else None, softmax=softmax if not is_sigmoid and softmax != SoftmaxRouting() else None,
     )  # fmt: skip
     return architecture, experts

@@ -16,8 +16,19 @@ def missing_term(shapes: ModelShapes) -> str | None:
     )  # fmt: skip
     if rest.further_terms:
         return rest.further_terms[0]
-    if latent is not None and not shapes.rotary_interleaved:
+    if shapes.experts is not None and shapes.experts.sigmoid is not None and not shapes.experts.normalised:
+        return "sigmoid gates that are not divided by their sum"
+    return None if latent is None else _missing_of_latent(shapes)
+
+
+def _missing_of_latent(shapes: ModelShapes) -> str | None:
+    rope = shapes.rope_scaling
+    if not shapes.rotary_interleaved:
         return "latent attention that rotates other components than neighbours together"
-    if latent is not None and shapes.attention_bias:
+    if shapes.attention_bias:
         return "biases of latent attention"
-    return None
+    if rope.kind not in ("default", "yarn"):
+        return f"latent attention with rope_scaling '{rope.kind}'"
+    if rope.attention_factor is not None or not rope.truncate:
+        return "YaRN with a factor of attention of its own, or a range that is not rounded"
+    return "YaRN with mscale_all_dim and without mscale" if rope.mscale_all_dim and not rope.mscale else None

@@ -51,8 +51,8 @@ def packing_metrics(minibatches: Sequence[Minibatch], ranks: int, micro_batch_to
     """Returns how full the micro-batches of one pass over a batch are. ``ranks``: data-parallel ones, all of which make equally many passes.
 
     ``perf/padding_share``: the share of ``micro_batch_tokens`` that holds no token, over all micro-batches; nothing is computed there, because a
-    micro-batch is as long as its tokens. ``perf/shared_prompt_share``: of the tokens of all sequences, those that are not computed because they belong
-    to a prompt that another sequence of the micro-batch has."""
+    micro-batch is as long as its tokens. ``perf/shared_prompt_share``: of the tokens of all sequences, those that are not computed because another
+    sequence of the micro-batch begins with them too."""
     tokens, chunks = sum(m.tokens for m in minibatches), ranks * sum(m.passes for m in minibatches)
     whole = sum(forward_tokens(sequence) for m in minibatches for sequence in m.sequences)
     if not chunks:
