@@ -155,7 +155,8 @@ def drawing_ahead(folder: Path, error: Exception) -> tuple[Pod, RLRun]:
     """Returns a pod whose rollout of step 3 ends with ``error`` beside the trainer's work, and as much of its run as ``keep_drawn`` reads."""
     journal = Journal(folder / "journal.sqlite")
     records = Records(journal, None, Callback())
-    pod = Pod(cast(Any, None), cast(Any, _DyingRollout(error)), folder, 0, journal, lambda step: Round([], []), records, PodCheckpoints(journal, Callback()), max_restarts=5)
+    checkpoints = PodCheckpoints(journal, Callback())
+    pod = Pod(cast(Any, None), cast(Any, _DyingRollout(error)), folder, 0, journal, lambda step: Round([], []), records, checkpoints, max_restarts=5)
     pod.engine_step, pod.transitions.rollout = 2, RolloutState.UPDATE_WEIGHT
     pod.begin_rollout(3, [], {}, weights=2)
     return pod, cast(RLRun, SimpleNamespace(journal=journal))
