@@ -141,7 +141,7 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-5) -> 
     for step, (own, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
         assert own.keys() == other.keys()
         for name, value in other.items():
-            assert abs(own[name] - value) <= tolerance, (step, name)
+            assert abs(own[name] - value) <= tolerance, (step, name, own[name], value)
     assert all(float((found.after[name] - weight).abs().max()) <= tolerance for name, weight in expected.after.items())
     flat = lambda trained: list(itertools.chain.from_iterable(itertools.chain.from_iterable(trained.logprobs)))
     assert max(abs(a - b) for a, b in zip(flat(found), flat(expected), strict=True)) <= tolerance
