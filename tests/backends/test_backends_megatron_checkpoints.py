@@ -38,7 +38,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_train
         if trainer == "megatron":
             assert rest.metrics == whole.metrics[3:] and all(torch.equal(rest.after[each], whole.after[each]) for each in whole.after)
         else:
-            assert_close(rest, whole._replace(metrics=whole.metrics[3:]), 1e-5 if precision == "fp32" else 0.1)
+            assert_close(rest, whole._replace(metrics=whole.metrics[3:]), *((1e-5,) if precision == "fp32" else (0.05, 0.1)))
 
 
 @needs_megatron

@@ -1,19 +1,19 @@
 """Builds a rank's part of a GPT of Megatron-Core for the shapes of a decoder."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tandem.backends.megatron.model_check import window_sizes
 from tandem.backends.megatron.parts import stage_name
 from tandem.backends.megatron.passes import dispatcher
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.latent_attention import NORM_EPS
 from tandem.layout.shapes import ModelShapes
-from tandem.model.megatron.arguments import expert_arguments, latent_arguments
+from tandem.model.megatron.arguments import attention_arguments, expert_arguments, latent_arguments
 from tandem.model.megatron.layout import padded_vocabulary
 from tandem.trainer.parallel.ranks import Ranks
 
@@ -30,10 +30,11 @@ class Norm(torch.nn.RMSNorm):
 class CompressedNorm(Norm):
     """The norm of a compressed vector of latent attention, with the epsilon of Hugging Face's models."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = NORM_EPS, **_: object) -> None:
+    def __init__(self, config: Any, hidden_size: int, **_: object) -> None:
         super().__init__(config, hidden_size, NORM_EPS)
 
 
+@cache
 def latent_core_attention() -> Any:
     """Returns Megatron's own attention for heads whose values have another size than their keys, which it takes from Transformer Engine alone."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -69,12 +70,6 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, dtype: torch.dtype, pa
     }  # fmt: skip
     if latent is not None:
         further |= latent_arguments(shapes, latent) | {"rotary_base": shapes.rope_theta}
-    if shapes.unrotated_layers:
-        further["no_rope_freq"] = [int(layer in shapes.unrotated_layers) for layer in range(shapes.num_hidden_layers)]
-    if size := max(window_sizes(shapes), default=0):
-        # Megatron counts the tokens before the token itself.
-        further["window_size"] = (size - 1, 0)
-        further["window_attn_skip_freq"] = [int(shapes.window(layer) is not None) for layer in range(shapes.num_hidden_layers)]
     return (TransformerConfig if latent is None else MLATransformerConfig)(
         num_layers=shapes.num_hidden_layers, hidden_size=shapes.hidden_size, ffn_hidden_size=shapes.intermediate_size,
         num_attention_heads=shapes.num_attention_heads, num_query_groups=shapes.num_key_value_heads,
@@ -91,7 +86,7 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, dtype: torch.dtype, pa
         variable_seq_lengths=shape.pipeline > 1 and experts is None and not is_interleaved,
         moe_token_dispatcher_type="alltoall" if experts is None else dispatcher(ranks),
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **further,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **attention_arguments(shapes), **further,
     )  # fmt: skip
 
 

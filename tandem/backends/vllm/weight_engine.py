@@ -5,6 +5,7 @@ what all ranks have verified. After it the weights that the model computes with 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from tandem.backends.vllm.held_weights import digest, held_weights, shard_of
 from tandem.config.load import build
 from tandem.config.lora import LoraConfig
-from tandem.layout.shapes import adapted_shapes
+from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.peft_folder import merged_tensors
@@ -112,12 +113,19 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
     def _of_folder(self, published: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the whole weights by the names of the model's folder: with an adapter those of the folder, to which it is added, each rounded once."""
         assert self.source is not None
-        folder = Path(self.model_config.model)
-        shapes = read_shapes(folder)
         if self.source.lora is not None:
-            adapted = adapted_shapes(shapes, build(LoraConfig, self.source.lora))
-            published = dict(merged_tensors(dict(read_tensors(folder)), published, adapted))
-        return dict(Stacks(shapes).renamed(published.items()))
+            adapted = adapted_shapes(self._shapes, build(LoraConfig, self.source.lora))
+            published = dict(merged_tensors(dict(read_tensors(Path(self.model_config.model))), published, adapted))
+        return dict(self._stacks.renamed(published.items()))
+
+    @cached_property
+    def _shapes(self) -> ModelShapes:
+        return read_shapes(Path(self.model_config.model))
+
+    @cached_property
+    def _stacks(self) -> Stacks:
+        """How the folder names tensors, read once and not in the pause of each update."""
+        return Stacks(self._shapes)
 
     def _pack_tied_head(self) -> None:
         """Packs the head again: a reload packs only what it loads, and a tied head is loaded as the embedding."""

@@ -16,15 +16,22 @@ def check_value_model(
 ) -> ModelShapes:
     """Returns the shapes of the model that ``key`` of a recipe names as ``path``.
 
-    Raises ``UserError`` where it reads other tokens than the model in ``actor``, or fewer than ``context_tokens``, and if it ``needs_head`` where it has
-    no value head."""
+    Raises ``UserError`` where it reads other tokens than the model in ``actor``, or fewer than ``context_tokens``, if it ``needs_head`` where it has no value
+    head, and where its files of weights are missing or broken."""
+    shapes = _check_reader(path, key, actor, actor_shapes, context_tokens, needs_head, implemented_by)
+    if not implemented_by.is_transformers:
+        # It may begin with a model that was saved without a head, whose tensors have other names: its files, their size and format alone are compared.
+        check_start_weights(path, found_model(path), read_shapes(found_model(path), "none"))
+    return shapes
+
+
+def _check_reader(
+    path: str, key: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, needs_head: bool, implemented_by: Implementation
+) -> ModelShapes:
     folder = found_model(path)
     if not folder.is_dir():
         raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     shapes = read_shapes(folder, "any", implemented_by)
-    if not implemented_by.is_transformers:
-        # Of a model without a head tensors have other names: its files, their size and their format alone are compared.
-        check_start_weights(path, folder, read_shapes(folder, "none"))
     if needs_head and shapes.language_head:
         raise UserError(
             f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "
@@ -47,9 +54,8 @@ def check_value_model(
 def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, implemented_by: Implementation = OWN) -> ModelShapes:
     """Returns the shapes of the model ``path`` of ``reference.path``, which is computed as the actor is. Raises ``UserError`` as ``check_value_model``, and
     where it gives no probabilities."""
-    shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens, implemented_by=implemented_by)
+    shapes = _check_reader(path, "reference.path", actor, actor_shapes, context_tokens, False, implemented_by)
     if not shapes.language_head:
         raise UserError(f"'reference.path' is '{path}', a model with a value head, which gives no probabilities of tokens; name a causal language model")
-    # A critic may begin with a model that was saved without a head, whose tensors have other names.
     check_start_weights(path, found_model(path), shapes)
     return shapes

@@ -26,21 +26,14 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
         "padded_vocab_size": padded_vocabulary(shapes, mesh.tensor),
         "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not shapes.tie_word_embeddings,
         "normalization": "RMSNorm", "norm_epsilon": shapes.rms_norm_eps, "swiglu": True, "position_embedding_type": "rope",
-        "rotary_base": shapes.rope_theta, "rotary_percent": 1.0 if shapes.latent is not None else shapes.rotary_fraction,
+        "rotary_base": shapes.rope_theta, "rotary_percent": shapes.rotary_fraction,
         "add_bias_linear": shapes.mlp_bias, "add_qkv_bias": shapes.attention_bias,
         "qk_layernorm": shapes.qk_norm, "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
         "expert_model_parallel_size": mesh.expert, "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
-        "iteration": iteration, "num_experts": None, "window_size": None, "multi_latent_attention": shapes.latent is not None,
-        "no_rope_freq": [int(layer in shapes.unrotated_layers) for layer in range(shapes.num_hidden_layers)] if shapes.unrotated_layers else None,
+        "iteration": iteration, "num_experts": None, "multi_latent_attention": shapes.latent is not None, **attention_arguments(shapes),
         "virtual_pipeline_model_parallel_size": mesh.virtual if mesh.virtual > 1 else None,
         "num_layers_per_virtual_pipeline_stage": shapes.num_hidden_layers // mesh.stages if mesh.virtual > 1 else None,
     }  # fmt: skip
-    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
-    window = next((window for window in windows if window is not None), None)
-    if window is not None:
-        # Megatron counts the tokens on either side, excluding the token itself.
-        arguments["window_size"] = (window - 1, 0)
-        arguments["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
     if shapes.latent is not None:
         arguments |= {"kv_channels": shapes.latent.v_head_dim, "qk_layernorm": True, **latent_arguments(shapes, shapes.latent)}
     if shapes.experts is not None:
@@ -81,6 +74,19 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the 'args' of the Megatron checkpoint do not describe its model ({error}); give its config.json with --config") from None
+
+
+def attention_arguments(shapes: ModelShapes) -> dict[str, Any]:
+    """Returns the fields of Megatron's ``TransformerConfig`` for what attention has in some layers: windows, and no rotary embedding."""
+    layers = range(shapes.num_hidden_layers)
+    windows = [shapes.window(layer) for layer in layers]
+    window = next((window for window in windows if window is not None), None)
+    return {
+        # Megatron counts the tokens on either side, excluding the token itself.
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if window is None or None not in windows else [int(each is not None) for each in windows],
+        "no_rope_freq": [int(layer in shapes.unrotated_layers) for layer in layers] if shapes.unrotated_layers else None,
+    }
 
 
 def latent_arguments(shapes: ModelShapes, latent: LatentAttention) -> dict[str, Any]:
