@@ -5,6 +5,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,10 @@ def recorded(port: int, seen: bytearray) -> int:
                 target.sendall(part)
             target.shutdown(socket.SHUT_WR)
         except OSError:
-            source.close()
+            # Reset by one side: the other one learns of it too, and does not wait for its deadline.
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     def accept() -> None:
         while True:
