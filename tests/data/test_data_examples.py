@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def chat_of_transformers(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def chat_of_transformers(folder: Path, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     found = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return found["input_ids"], found["assistant_masks"]
 
@@ -115,6 +115,23 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(tmp_path: Path) ->
     assert (ids, learned) == (expected["input_ids"], expected["assistant_masks"])
     said = tokenizer.decode([token for token, is_learned in zip(ids, learned, strict=True) if is_learned], skip_special_tokens=False)
     assert said == '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>It is 4<|im_end|>'
+
+
+def test_content_in_text_parts_is_learned_as_transformers_renders_it_with_a_template_that_reads_parts(tmp_path: Path) -> None:
+    said = "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    template = (
+        "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' %}{% generation %}" + said + "{{ '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}" + said + "{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    folder = save_tokenizer(tmp_path / "parts", template)
+    parts = lambda *texts: [{"type": "text", "text": text} for text in texts]
+    messages = [
+        {"role": "system", "content": parts("Be kind.")}, {"role": "user", "content": parts("2 + ", "2 =", "")},
+        {"role": "assistant", "content": parts("It ", "is\n", "4")}, {"role": "user", "content": "and then?"}, {"role": "assistant", "content": "naïve café"},
+    ]  # fmt: skip
+    encoder = ExampleEncoder(folder, Tokenizer.from_folder(folder).backend, None)
+    (example,) = encoder.encode([encoder.render(read_example({"messages": messages}, "prompt", "completion"))])
+    assert example == chat_of_transformers(folder, messages) and 0 < sum(example[1]) < len(example[0])
 
 
 def test_template_without_marks_learns_what_rendering_with_each_turn_adds(plain: Path, marked: Path) -> None:

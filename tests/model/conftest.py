@@ -11,7 +11,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from listed_families import BY_OTHERS, TINY, Tiny
+from listed_families import BY_OTHERS, TINY, Tiny, random_peer
 
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, empty_latent_cache, select, stored_dtype
@@ -49,30 +49,12 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.fixture(scope="session")
 def peer_model() -> Callable[..., Any]:
-    """``peer_model(model_type, seed=0, **config)`` returns a transformers model in which no parameter has a special value."""
+    """``peer_model(model_type, seed=0, **config)`` is ``random_peer``, which prints nothing."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    small = {
-        "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-
-    def make(model_type: str, seed: int = 0, **config: Any) -> Any:
-        torch.manual_seed(seed)
-        settings = transformers.AutoConfig.for_model(model_type, **{**small, **config})
-        model = transformers.AutoModelForCausalLM.from_config(settings).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.normal_(0.0, 0.2)
-        return model
-
-    return make
+    return random_peer
 
 
 @pytest.fixture(scope="session")

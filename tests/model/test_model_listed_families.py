@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from listed_families import SEQUENCES, TINY, Tiny, logits_of, peer_logits
+from listed_families import SEQUENCES, TINY, Tiny, logits_of, packed_hidden, peer_logits
 from torch import Tensor
 
 from tandem.config.lora import LINEAR_ATTENTION_MODULES, LINEAR_MODULES, LoraConfig
@@ -16,10 +16,13 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.layout.parameters import is_of_adapter
+from tandem.model.decoder import Decoder
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model, to_huggingface
 from tandem.model.huggingface.peft_folder import merged_tensors
 from tandem.planner.model_sizes import read_model_sizes
+
+RANK, SCALE = 3, 2.0
 
 
 def test_every_listed_family_has_a_row() -> None:
@@ -80,25 +83,58 @@ def test_greedy_tokens_of_the_engine_are_those_of_transformers(tiny: Tiny) -> No
         assert tokens == likeliest[len(prompt) - 1 : -1].tolist()
 
 
-def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+def with_adapter(tiny: Tiny, merged: Path) -> tuple[Decoder, dict[str, Tensor]]:
+    """Returns a decoder with a random adapter on every matrix that may have one, and the adapter by name, and writes the folder ``merged``."""
     modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
     if all_families()[tiny.family].latent is not None:
         modules = tuple(matrix.name for matrix in read_model_sizes(tiny.folder).attention_matrices)
     if read_model_sizes(tiny.folder).linear_attention is not None:
         modules += LINEAR_ATTENTION_MODULES
-    decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, alpha=6.0, target_modules=modules))
+    decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=RANK, alpha=SCALE * RANK, target_modules=modules))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, tensor in to_huggingface(decoder):
             if is_of_adapter(name):
                 tensor.normal_(0.0, 0.1, generator=generator)
     adapter = {name: tensor for name, tensor in to_huggingface(decoder) if is_of_adapter(name)}
-    save_model(decoder, tmp_path / "merged", tensors=merged_tensors(dict(read_tensors(tiny.folder)), adapter, decoder.shapes))
+    save_model(decoder, merged, tensors=merged_tensors(dict(read_tensors(tiny.folder)), adapter, decoder.shapes))
+    return decoder, adapter
+
+
+def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    decoder, _ = with_adapter(tiny, tmp_path / "merged")
     theirs = peer_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
     assert (theirs - peer_logits(tiny.peer)).abs().max() > 1e-2
     assert (logits_of(decoder) - theirs).abs().max() < 1e-4
+
+
+def test_gradients_of_an_adapter_are_those_of_merged_weights_in_transformers_by_the_chain_rule(tiny: Tiny, tmp_path: Path) -> None:
+    """With W + s B A in place of W, the gradient of A is s B' G and that of B is s G A', where G is that of the merged matrix."""
+    from transformers import AutoModelForCausalLM
+
+    decoder, adapter = with_adapter(tiny, tmp_path / "merged")
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    sum(-peer(s.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, s[1:, None]).sum() for s in SEQUENCES).backward()
+    inputs, targets = [s[:-1] for s in SEQUENCES], torch.cat([s[1:] for s in SEQUENCES])
+    (-decoder.token_logprobs(packed_hidden(decoder, inputs), torch.arange(len(targets)), targets, 1.0, len(targets)).raw.sum()).backward()
+    before = {name: tensor.detach().clone() for name, tensor in adapter.items()}
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for parameter in decoder.parameters():
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad)
+    # Saved as a folder, because transformers names and stacks some matrices differently in memory.
+    peer.save_pretrained(tmp_path / "gradients")
+    merged, ours = dict(read_tensors(tmp_path / "gradients")), dict(to_huggingface(decoder))
+    assert len(adapter) >= 4
+    for name in adapter:
+        module, _, side = name.partition(".lora_")
+        a, b, gradient = before[f"{module}.lora_A.weight"], before[f"{module}.lora_B.weight"], merged[f"{module}.weight"].float()
+        expected = SCALE * (b.t() @ gradient if side == "A.weight" else gradient @ a.t())
+        assert expected.norm() > 0 and (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
 
 
 @pytest.mark.parametrize(("family", "kind"), [("phi3", {"rope_type": "default"}), ("glm4", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3})])

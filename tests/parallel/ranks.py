@@ -38,7 +38,7 @@ class Ranks:
         each rank that failed."""
         while len(self._processes) < shape.world:
             command = [sys.executable, str(Path(__file__)), str(Path(sys.modules[function.__module__].__file__ or "").parent)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
         module = str(Path(sys.modules[function.__module__].__file__ or ""))
         with tempfile.TemporaryDirectory() as folder:

@@ -73,6 +73,10 @@ TINY: dict[str, dict[str, Any]] = {
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
 BY_OTHERS = ("cohere2", "deepseek_v2", "gemma", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """Families whose terms are all in others, so that ``make test`` leaves them out."""
+SIZES = {
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
 
@@ -82,6 +86,28 @@ class Tiny(NamedTuple):
     family: str
     peer: Any
     folder: Path
+
+
+def peer_config(model_type: str, **config: Any) -> Any:
+    """Returns the configuration in transformers of a model of ``SIZES``, changed by ``config``."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(model_type, **{**SIZES, **config})
+
+
+def random_peer(model_type: str, seed: int = 0, **config: Any) -> Any:
+    """Returns a transformers model in which no parameter has a special value."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(peer_config(model_type, **config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
+    return model
 
 
 def packed_hidden(decoder: Decoder, sequences: list[Tensor]) -> Tensor:
