@@ -105,6 +105,13 @@ def rows(what: str, took: dict[str, list[float]], work: float, rate: dict[str, f
     return lines
 
 
+def verdict(promise: dict[str, Any]) -> str:
+    """Whether a target is met. Without the dot product's instruction its sums are emulated, for equal bits, and their speed says nothing."""
+    if promise["bound"] is None:
+        return "not measurable here"
+    return "met" if promise["ratio"] >= promise["target"] else "**missed**"
+
+
 def main() -> None:
     made = parser(__doc__ or "", threads=1, peer=True, work="models and logs are")
     made.add_argument("--vllm-python", default=".venv-vllm/bin/python")
@@ -129,10 +136,7 @@ def main() -> None:
         took = training(options.work, peer, options.threads, options.rounds)
         rate = faster(rate, rates(options.work))
         lines += rows("training", took, operations([LENGTH] * SEQUENCES), rate, promises)
-    verdicts = [
-        f"| {p['what']} | {p['ratio']:.2f} ({p['median']:.2f}) | {with_bound(p)} | {p['target']} | {'met' if p['ratio'] >= p['target'] else '**missed**'} |"
-        for p in promises
-    ]
+    verdicts = [f"| {p['what']} | {p['ratio']:.2f} ({p['median']:.2f}) | {with_bound(p)} | {p['target']} | {verdict(p)} |" for p in promises]
     text = "\n".join([
         "# bf16 on a CPU", "", described, "", *(__doc__ or "").split("\n\n")[2:],
         f"{options.threads} thread(s), {options.new} new tokens, {options.rounds} rounds; vLLM eager, in one process."
