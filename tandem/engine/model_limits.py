@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tandem.config.engine import EngineArgs
+from tandem.layout.quantizable import cache_cannot
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.pooling_config import read_pooling
@@ -15,8 +16,8 @@ from tandem.types.kv_cache import KVCacheDtype
 
 def check_kv_cache_dtype(shapes: ModelShapes, kv_cache_dtype: KVCacheDtype, name: str = "kv_cache_dtype") -> None:
     """Raises ``UserError`` for a ``kv_cache_dtype`` that the cache of a model of ``shapes`` cannot have. ``name``: of the option."""
-    if kv_cache_dtype == "int4" and shapes.latent is not None:
-        raise UserError(f"{name} is 'int4', which a model with latent attention cannot have: its rows are compressed already; choose int8 or fp8_e4m3")
+    if (reason := cache_cannot(shapes, kv_cache_dtype)) is not None:
+        raise UserError(f"{name} is '{kv_cache_dtype}', {reason}")
 
 
 def check_vocabulary(tokenizer: Tokenizer, folder: str | Path, shapes: ModelShapes) -> None:

@@ -1,6 +1,8 @@
 """``config.json``: supported values, defaults, and one-line refusals."""
 
+import contextlib
 import json
+import re
 
 import pytest
 
@@ -9,6 +11,7 @@ from tandem.layout.rotary import RopeScaling, Rotary
 from tandem.layout.shapes import ModelShapes
 from tandem.model.families import mixtral
 from tandem.model.family import all_families
+from tandem.model.huggingface.arithmetic_keys import NEUTRAL
 from tandem.model.huggingface.model_folder import config_json, read_shapes
 from tandem.types import UserError
 
@@ -119,7 +122,30 @@ def test_gemmas_caps_query_scale_and_bases_are_those_of_transformers(tmp_path) -
 
 
 def test_keys_of_other_families_that_turn_nothing_on_are_accepted(tmp_path) -> None:
-    assert read(tmp_path, logits_scaling=1.0, n_shared_experts=0, clip_qkv=None, scoring_func="softmax", n_group=1) == read(tmp_path)
+    nothing = {"logits_scaling": 1.0, "n_shared_experts": 0, "clip_qkv": None, "scoring_func": "softmax", "n_group": 1, "mlp_multipliers": [1.0, 1.0]}
+    assert read(tmp_path, **nothing) == read(tmp_path)
+
+
+CHANGES = re.compile(
+    r"soft_?cap|multiplier|(attention|attn|embedding|emb|logits?|value|route|residual)_scale$|scal(ing|e)_factor$|(post|sandwich)_norm$|_(alpha|beta)_factor$|"
+    "clip|qk_norm|logit"
+)
+HARMLESS = {"block_ffn_dim_multiplier", "mtp_loss_scaling_factor", "num_logits_to_keep", "output_router_logits"}
+"""A size, terms of losses, and what is returned."""
+
+
+@pytest.mark.full
+def test_every_key_of_a_decoder_of_transformers_whose_name_says_that_it_scales_caps_clips_or_normalises_is_known() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    keys = set()
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        # Some configurations need parts that they have no default of.
+        with contextlib.suppress(Exception):
+            keys |= {key for key in CONFIG_MAPPING[model_type]().to_dict() if CHANGES.search(key)}
+    assert len(keys) > 40
+    assert keys - HARMLESS - set(NEUTRAL) == set()
 
 
 @pytest.mark.parametrize("model_type", sorted(all_families()))
@@ -214,6 +240,9 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "full_attention and sliding_attention"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0", "qwen3 model", "no such term"]),
         ({"logits_scaling": 8.0}, ["logits_scaling 8.0"]),
+        ({"model_type": "llama", "logits_soft_cap": 30.0}, ["logits_soft_cap 30.0", "llama model", "no such term"]),
+        ({"lm_head_multiplier": 0.5}, ["lm_head_multiplier 0.5"]),
+        ({"mlp_multipliers": [1.0, 0.5]}, ["mlp_multipliers [1.0, 0.5]"]),
         ({"no_rope_layers": [1, 1, 0]}, ["no_rope_layers [1, 1, 0]"]),
         ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
         ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tandem.kernels import select
 from tandem.kernels.quantized import plain_weight
 from tandem.layout.expert_shapes import SHARED_GATE
+from tandem.layout.quantizable import cannot
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model
@@ -28,7 +29,7 @@ from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.load import load_quantized, projections_of
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.model.quantization.scheme import Scheme, round_to_nearest
-from tandem.model.quantization.writing import CALIBRATED, Method, cannot, stored_tensors
+from tandem.model.quantization.writing import CALIBRATED, Method, stored_tensors
 from tandem.planner.model_sizes import read_model_sizes
 from tandem.types import UserError
 

@@ -64,8 +64,8 @@ def test_a_tighter_target_takes_larger_engines_and_one_that_nothing_meets_is_ref
 
 
 def test_the_rule_of_quantization_yields_only_to_a_format_of_no_lower_quality() -> None:
-    assert quantization_rule(H100, False).name == quantization_rule(A100, True).name == "awq"
-    assert quantization_rule(H100, True).name == "fp8"
+    assert quantization_rule(LLAMA_3_8B, H100, False).name == quantization_rule(LLAMA_3_8B, A100, True).name == "awq"
+    assert quantization_rule(LLAMA_3_8B, H100, True).name == "fp8"
     plan = make_pool_plan(request(replace(TRAFFIC, requests_per_s=1000.0)))
     assert plan.rule.name == "awq" and plan.chosen.layout.quantization in ("fp8", "int8", "bf16")
     assert "beats the rule's awq" in plan.reason

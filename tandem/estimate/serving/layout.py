@@ -6,6 +6,7 @@ from tandem.config.engine import EngineArgs
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.serving.kernels import PUBLISHED
 from tandem.estimate.serving.weight_formats import Quantization, format_named
+from tandem.layout.quantizable import cache_cannot, cannot
 from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
@@ -40,6 +41,8 @@ class ServingLayout:
         precision = format_named(self.quantization).multiplies_in
         if precision not in hardware.peak_flops:
             raise UserError(f"quantization '{self.quantization}' multiplies in {precision}, which {hardware.name} has not; choose awq, int8 or fp16")
+        if (reason := cannot(shapes, self.quantization)) is not None:
+            raise UserError(f"quantization is '{self.quantization}', and the model has {reason}; choose gptq, int8 or fp8")
         if self.tensor < 1 or shapes.num_attention_heads % self.tensor:
             raise UserError(f"tensor parallel size is {self.tensor}; it must divide the model's {shapes.num_attention_heads} attention heads")
         if (linear := shapes.linear_attention) is not None and linear.num_key_heads % self.tensor:
@@ -48,6 +51,8 @@ class ServingLayout:
             raise UserError(f"tensor parallel size is {self.tensor}; the model's norms of queries and keys are over all heads: leave it at 1")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UserError(f"kv_cache_dtype is '{self.kv_cache_dtype}'; it must be one of {', '.join(KV_CACHE_DTYPES)}")
+        if (reason := cache_cannot(shapes, self.kv_cache_dtype)) is not None:
+            raise UserError(f"kv_cache_dtype is '{self.kv_cache_dtype}', {reason}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not 1 <= getattr(self, name) <= 2**20:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be from 1 to {2**20}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.layout.parameters import parameters
+from tandem.layout.quantizable import cannot
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.hub import WEIGHTS
 from tandem.model.huggingface.model_config import read_json
@@ -26,7 +27,7 @@ from tandem.model.quantization.experts import gptq_experts, replace_experts, rou
 from tandem.model.quantization.gptq import Hessian, gptq
 from tandem.model.quantization.load import projections_of
 from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, Stored, joined_rows, round_to_nearest, split_rows
-from tandem.model.quantization.writing import CALIBRATED, Method, cannot, left_plain, quantization_config, stored_tensors
+from tandem.model.quantization.writing import CALIBRATED, Method, left_plain, quantization_config, stored_tensors
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.types import RunError, UserError

@@ -18,13 +18,6 @@ Method = Literal["int8", "fp8", "rtn", "gptq", "awq"]
 CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
 
 
-def cannot(shapes: ModelShapes, method: Method) -> str | None:
-    """Returns what a model of ``shapes`` has that ``method`` cannot quantize, in words that follow "has"; ``None`` if it can."""
-    if method == "awq" and not shapes.pre_norms:
-        return "no norms before attention and MLP, into which --method awq folds its scales"
-    return None
-
-
 def left_plain(shapes: ModelShapes) -> tuple[str, ...]:
     """Returns what the names of the layers' linear modules end with that stay as they are: routers, the gate of shared experts, the matrix that latent
     attention multiplies head by head, and the gates of linear attention, whose products decays exponentiate; Qwen's own folders in fp8 leave them so too."""

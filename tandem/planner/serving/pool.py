@@ -78,7 +78,7 @@ def make_pool_plan(request: PoolRequest) -> PoolPlan:
     """Returns the smallest pool. Raises ``UserError`` if no layout serves the load, with the nearest one."""
     request.demand.check()
     shapes, hardware, targets = request.shapes, request.hardware, request.demand.targets
-    rule = quantization_rule(hardware, bool(targets)) if request.quantization is None else Answer(request.quantization, "as --quantization says")
+    rule = quantization_rule(shapes, hardware, bool(targets)) if request.quantization is None else Answer(request.quantization, "as --quantization says")
     names = [rule.name] if request.quantization is not None else [rule.name, *(name for name in FORMATS if name != rule.name)]
     pools, refusals = dict[str, Pool](), list[tuple[Pool | None, str]]()
     for name in names:

@@ -12,6 +12,7 @@ from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import EngineStep, predict_decode_step, predict_prefill, predict_step
 from tandem.estimate.serving.throughput import most_running, predict_saturated, written_tokens
 from tandem.estimate.serving.weight_formats import FORMATS
+from tandem.layout.quantizable import cache_cannot, cannot
 from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
 from tandem.types.kv_cache import BLOCK_TOKENS, KVCacheDtype
@@ -148,13 +149,16 @@ def kv_cache_rule() -> Answer:
     return _answer(KV_CACHES, KV_CACHE_ANSWER)
 
 
-def quantization_rule(hardware: Hardware, latency_matters: bool) -> Answer:
-    """Returns the format of the weights: AWQ for production, FP8 where latency matters and the GPU multiplies in it."""
+def quantization_rule(shapes: ModelShapes, hardware: Hardware, latency_matters: bool) -> Answer:
+    """Returns the format of the weights: AWQ for production, or GPTQ where the model cannot have it, FP8 where latency matters and the GPU multiplies in it."""
+    lacking = cannot(shapes, "awq")
+    four_bits, instead = ("awq", "") if lacking is None else ("gptq", f"; gptq, because the model has {lacking}")
     if not latency_matters:
-        return Answer("awq", "in production a quarter of the weights' bytes leaves most to the cache, at the smallest loss of the 4-bit formats")
+        reason = "in production a quarter of the weights' bytes leaves most to the cache, at the smallest loss of the 4-bit formats"
+        return Answer(four_bits, f"{reason}{instead}")
     if "fp8" in hardware.peak_flops:
         return Answer("fp8", "latency matters: fp8 also shortens prompts, which 4-bit weights do not, and its quality is that of bf16")
-    return Answer("awq", f"latency matters, but {hardware.name} does not multiply in fp8; 4-bit weights shorten the steps of decoding")
+    return Answer(four_bits, f"latency matters, but {hardware.name} does not multiply in fp8; 4-bit weights shorten the steps of decoding{instead}")
 
 
 def batching_rows(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, traffic: Traffic) -> list[Row]:
@@ -234,6 +238,9 @@ def kv_cache_rows(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware
         row = Row(rule.name, rule.options, rule.reason, quality=rule.quality, source=rule.source)
         if rule.name == "sliding window" and widest_window(shapes) is None:
             rows.append(replace(row, refused="the model has layers with full attention, which need every block"))
+            continue
+        if (reason := cache_cannot(shapes, dtype)) is not None:
+            rows.append(replace(row, refused=f"{dtype}, {reason}"))
             continue
         if rule.name == "static":
             running = max(1.0, min(layout.max_num_seqs, predict_engine_memory(shapes, other, hardware).cache_tokens // length))
