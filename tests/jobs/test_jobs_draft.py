@@ -180,17 +180,22 @@ def test_the_peak_of_the_rank_that_has_the_head_is_within_a_quarter_of_the_predi
 
 
 def test_tandem_plan_names_the_command_that_predicts_a_run_and_an_automatic_layout_has_no_more_parts_than_the_model_needs(data: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, data, parallel={"layout": "auto"})
+    deep = tmp_path / "deep"
+    shutil.copytree(data / "model", deep)
+    config = Qwen3Config.from_pretrained(deep)
+    config.update({"num_hidden_layers": 60, "layer_types": ["full_attention"] * 60})
+    config.save_pretrained(deep)
+    recipe = write_recipe(tmp_path, data, parallel={"layout": "auto"}, model={"path": str(deep)})
     assert "whose layouts are not compared; 'tandem train " in refused("plan", str(recipe))
     h100 = load_hardware("H100-80GB")
     chosen, line = with_layout(load_config(recipe), ["NVIDIA H100 80GB HBM3"] * 4, h100, 2)
     assert (chosen.parallel.data, chosen.parallel.tensor, chosen.parallel.zero) == (4, 1, 1) and line.startswith("layout: data 4, tensor 1, zero 1 ")
     chosen.check()
     assert isinstance(chosen, PretrainRecipe)
-    alone, halved = (predicted_memory(replace(chosen, parallel=ParallelConfig(tensor=tensor))) for tensor in (1, 2))
-    assert halved < alone
+    alone, halved = (predicted_memory(replace(chosen, parallel=ParallelConfig(data=4 // tensor, tensor=tensor, zero=1))) for tensor in (1, 2))
     # A GPU with room for a half of the model and the head.
     small = replace(h100, memory_bytes=next(size for size in range(2**30, 2**34, 2**12) if halved <= room(size)))
+    assert halved <= room(small.memory_bytes) < alone
     chosen, line = with_layout(load_config(recipe), ["NVIDIA H100 80GB HBM3"] * 4, small, 2)
     assert (chosen.parallel.data, chosen.parallel.tensor) == (2, 2) and line.startswith("layout: data 2, tensor 2, zero 1 ")
     chosen.check()

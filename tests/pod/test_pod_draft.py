@@ -151,11 +151,13 @@ def test_data_parallel_ranks_train_the_same_head_with_zero_and_after_a_kill_of_o
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("axis", "holder"), [("tensor", "trainer_worker"), ("pipeline", "trainer_rank1")])
+@pytest.mark.parametrize(("settings", "holder"), [
+    (("--parallel.tensor=2", "--model.create.num_key_value_heads=2"), "trainer_worker"), (("--parallel.pipeline=2",), "trainer_rank1"),
+], ids=["tensor", "pipeline"])  # fmt: skip
 def test_ranks_that_divide_the_policy_train_the_head_and_change_no_bit_of_it_after_a_kill_of_the_one_that_has_it(
-    axis: str, holder: str, head: Path, undisturbed: PodRun, tmp_path: Path
+    settings: tuple[str, ...], holder: str, head: Path, undisturbed: PodRun, tmp_path: Path
 ) -> None:
-    mesh = (f"--parallel.{axis}=2", "--machine.threads=2", "--run.max_steps=4")
+    mesh = (*settings, "--machine.threads=2", "--run.max_steps=4")
     plain, killed = (PodRun(tmp_path, name=name) for name in ("plain", "killed"))
     for run, options in ((plain, ()), (killed, (drafting(head), DRAFT, "--fault", f"{holder}:after:train:2"))):
         done = run.train(*mesh, *options)
@@ -164,8 +166,10 @@ def test_ranks_that_divide_the_policy_train_the_head_and_change_no_bit_of_it_aft
     assert policy(plain) == policy(killed)
     ours, theirs = killed.rows(), undisturbed.rows()
     assert len({row["draft/loss"] for row in ours}) == 4
-    for name in ("draft/loss", "draft/grad_norm", "draft/acceptance/0"):
-        assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-4)
+    if len(settings) == 1:
+        # The same model: that of one process needs no second head of keys and values.
+        for name in ("draft/loss", "draft/grad_norm", "draft/acceptance/0"):
+            assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-4)
     began, ended = (load_file(folder / "model.safetensors") for folder in (head, killed.directory / "draft"))
     assert began.keys() == ended.keys() and all(not began[name].equal(ended[name]) for name in began)
 
