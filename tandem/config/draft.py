@@ -63,16 +63,13 @@ def check_trained_draft(recipe: "Recipe") -> None:
             f"section 'draft' trains an EAGLE-3 head and 'rollout.engine.speculative_config' {given}; set it to {{method: eagle3, model: FOLDER}}, or remove "
             "section 'draft'"
         )
-    parallel, alone, whole = recipe.parallel, "is published in one pod", "is trained beside the whole policy on every rank"
+    parallel, alone = recipe.parallel, "is published in one pod"
     refusals: tuple[Refusal, ...] = (
         ("rollout.backend", recipe.rollout.backend, ("tandem",), "drafts for Tandem's own engine"),
         ("trainer.backend", recipe.trainer.backend, ("tandem",), "is trained by Tandem's own trainer"),
         ("model.implementation", recipe.model.implementation, ("auto", "tandem"), "reads hidden states of Tandem's own decoder"),
-        ("parallel.tensor", parallel.tensor, (1,), whole),
-        ("parallel.pipeline", parallel.pipeline, (1,), whole),
-        ("parallel.context", parallel.context, (1,), whole),
-        ("parallel.expert", parallel.expert, (1,), whole),
-        ("parallel.zero", parallel.zero, (0, 1, 2), whole),
+        ("parallel.context", parallel.context, (1,), "is trained on whole sequences"),
+        ("parallel.zero", parallel.zero, (0, 1, 2), "reads whole weights of the policy"),
         ("rollout.engine.tensor_parallel_size", recipe.rollout.engine.tensor_parallel_size, (1,), "is replaced in an engine of one rank"),
         ("trainer.lora", None if recipe.trainer.lora is None else "given", (None,), "is trained beside whole weights"),
         ("trainer.offload_parameters", recipe.trainer.offload_parameters, ("none",), "reads the policy's weights in memory"),

@@ -324,13 +324,15 @@ class PretrainRecipe:
             raise UserError("section 'trainer.lora' is given and the model of 'model.create' is untrained; remove the section, or set model.path")
 
     def _check_draft(self) -> None:
-        """Checks what a run of ``draft`` cannot have: one process computes the whole target and trains the whole head."""
+        """Checks what a run of ``draft`` cannot have."""
         if self.model.create is not None:
             raise UserError("section 'model.create' is given and algorithm.name is 'draft', which learns what a trained model says; set model.path")
-        whole, plain = "trains a head beside one whole model in one process", "trains plain weights in memory"
+        plain = "trains plain weights in memory"
         refusals: tuple[Refusal, ...] = (
             ("model.implementation", self.model.implementation, ("auto", "tandem"), "reads hidden states of Tandem's own decoder"),
-            *((f"parallel.{axis}", getattr(self.parallel, axis), (1,), whole) for axis in ("data", "tensor", "pipeline", "context", "expert")),
+            ("pods.trainer_count", self.pods.trainer_count, (1,), "begins with a head and rollouts in the folder of the run, on its own machine"),
+            ("parallel.context", self.parallel.context, (1,), "trains a head on whole sequences"),
+            ("parallel.zero", self.parallel.zero, (0, 1, 2), "reads whole weights of the model"),
             ("trainer.lora", None if self.trainer.lora is None else "given", (None,), plain),
             ("trainer.optimizer", self.trainer.optimizer, ("adamw", "adamw8bit"), "has no hidden matrices in the sense of Muon"),
             ("trainer.offload", self.trainer.offload, ("none",), plain),

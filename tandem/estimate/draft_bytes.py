@@ -14,8 +14,9 @@ from tandem.layout.shapes import ModelShapes
 
 
 class DraftBytes(NamedTuple):
-    """``held`` by each rank in every phase: weights, gradients, moments, and on CPUs the staged copy of a checkpoint and torch's compiler; ``working``: what
-    its update needs besides; ``published``: its share of a weight buffer; ``staged``: beside GPUs, that copy of all ranks in the host's memory."""
+    """``held`` by each rank that has the head, in every phase: weights, gradients, moments, and on CPUs the staged copy of a checkpoint and torch's compiler;
+    ``working``: what its update needs besides; ``published``: its share of a weight buffer; ``staged``: beside GPUs, that copy of all ranks in the host's
+    memory."""
 
     held: int = 0
     working: int = 0

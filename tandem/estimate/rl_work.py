@@ -75,8 +75,9 @@ def forward_and_backward(trainer: TrainerConfig) -> float:
     return FORWARD_AND_BACKWARD + (trainer.recompute == "full")
 
 
-def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_tokens: float) -> RLWork:
-    """Returns the work for prompts and completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows."""
+def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_tokens: float, *, waits: bool = True) -> RLWork:
+    """Returns the work for prompts and completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows. ``waits``: with that of
+    ranks that wait for the one that has a draft head."""
     rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
     length, group = prompt_tokens + completion_tokens, algorithm.group_size
     ends_early = has_whole_layers(recipe.parallel) and trainer.precision != "fp8"
@@ -114,7 +115,8 @@ def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_t
     if models.draft is not None:
         # Every sample with its prompt, once.
         tokens = float(rollout.prompts_per_step * group * length)
-        training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, trainer.micro_batch_tokens))
+        waiting = recipe.parallel.world // recipe.parallel.data if waits else 1
+        training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, trainer.micro_batch_tokens, waiting))
     if models.reward_model is not None:
         # Its score is that of the last token.
         inference.append(passes(models.reward_model, drawn, 1, shared=False, predicted=1))

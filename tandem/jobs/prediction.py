@@ -61,11 +61,12 @@ def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measur
     return {"at": [[0, {"train": work.seconds(speed) / parallel.world * (1 + bubble)}]], "bytes_per_s": speed.bytes_per_s, "took_s": took_s}
 
 
-def data_work(recipe: PretrainRecipe, shapes: ModelShapes) -> Work:
-    """Returns the work of a step of a run on data: of training a model of ``shapes``, or a draft head beside it."""
+def data_work(recipe: PretrainRecipe, shapes: ModelShapes, *, waits: bool = True) -> Work:
+    """Returns the work of a step of a run on data: of training a model of ``shapes``, or a draft head beside it. ``waits``: with that of ranks that wait for
+    the one that has the head."""
     dtype, tokens, length, draft = recipe.trainer.dtype, recipe.step_tokens, recipe.data.sequence_length, draft_of(recipe, shapes)
     if draft is not None:
-        return draft_work(shapes, draft, dtype, tokens, length, recipe.most_tokens)
+        return draft_work(shapes, draft, dtype, tokens, length, recipe.most_tokens, recipe.parallel.world // recipe.parallel.data if waits else 1)
     return training_work(shapes, dtype, tokens, length, recipe.most_tokens, forward_and_backward(recipe.trainer), 1, 1)
 
 

@@ -40,6 +40,11 @@ class Eagle3Shapes:
         """The shapes of the network that training changes: the head's one layer, with all parameters of its folder."""
         return replace(self.layer, own_parameters=tuple((p.name, p.shape) for p in eagle3_parameters(self) if p.name != EMBEDDING))
 
+    def travelling(self, start: int) -> int:
+        """Returns how many hidden states of a token go into the pipeline stage of the target that begins with layer ``start``, on their way to the head behind
+        the last one: the residual stream, the embedding if the head reads it, and the inputs of the layers before."""
+        return 1 + (not self.own_embedding) + sum(layer < start for layer in set(self.aux_layers))
+
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be from 1 to the {self.layer.vocab_size} tokens of the target")

@@ -1,6 +1,6 @@
 """The decoder, shared by trainer and engine. Differences between model families are in its ``ModelShapes``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -29,7 +29,7 @@ from tandem.model.linear import Linear
 from tandem.model.lora import LoraBatch
 from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives, training_collectives
-from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, shared_logprobs
+from tandem.model.parallel.vocabulary_parallel import Head, first_rank_logits, shared_logits, shared_logprobs
 from tandem.model.quantization.frozen import frozen_linear
 from tandem.model.recompute import around_layers
 from tandem.model.routing import Replay
@@ -145,11 +145,19 @@ class Decoder(DecoderWeights):
         return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps, self.shapes.centred_norms)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
+        return self._of_all_parts(tokens, collectives, self._rows)
+
+    def whole_embedded(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of the whole embedding for ``tokens[T]``, as ``embedded``: [T, H], or this rank's part of them as of the residual stream."""
+        return self._of_all_parts(tokens, training_collectives(self.parallel, len(tokens)), self.embedded)
+
+    def _of_all_parts(self, tokens: Tensor, collectives: Collectives, rows_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what ``rows_of`` gives for ``tokens`` by the parts of the embedding on all ranks together."""
         if self.shard_spec.size == 1:
-            return self._rows(tokens)
+            return rows_of(tokens)
         own = tokens - self.shard_spec.rank * vocabulary_part(self.shapes, self.shard_spec)
         held = (own >= 0) & (own < self.local.vocab_size)
-        rows = self._rows(own.clamp(0, self.local.vocab_size - 1))
+        rows = rows_of(own.clamp(0, self.local.vocab_size - 1))
         # Adding -0 changes nothing, not even the sign of zeros.
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
@@ -214,6 +222,11 @@ class Decoder(DecoderWeights):
         if self.parallel is None:
             return self.logits(hidden)
         return shared_logits(self.kernels, self.parallel, self._to_head(hidden), self._head_part, tokens)
+
+    def first_rank_logits(self, hidden: Tensor) -> Tensor | None:
+        """Returns the logits [R, V] of ``hidden[R, H]`` of a packed batch, which every tensor-parallel rank has whole, on the first of them (``None``: on the
+        others)."""
+        return self.logits(hidden) if self.parallel is None else first_rank_logits(self.kernels, self.parallel, self._to_head(hidden), self._head_part)
 
     @property
     def _head_part(self) -> Head:

@@ -15,34 +15,35 @@ from torch.utils.checkpoint import checkpoint
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import whole_precision
 from tandem.kernels.softmax import softmax
+from tandem.layout.eagle3 import Eagle3Shapes
 from tandem.layout.pipeline_stages import whole
 from tandem.layout.sharding import WHOLE
 from tandem.model.attention import AttentionLayer, PackedContext, Rotation, attend_packed
-from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
+from tandem.model.draft_target import DraftTarget, LastStates, TargetOutputs
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import eagle3_tensors
 from tandem.model.head_outputs import DraftStep, HeadOutputs
 from tandem.model.layer_weights import LayerWeights
 from tandem.model.routing import ReplayCount
 
-ROWS_AT_ONCE = 512
-"""Rows of the target's logits in memory at once."""
-
 
 class DraftDecoder(Decoder):
-    """``head`` trained for ``steps`` positions of a draft by ``target``, which is no part of its parameters and gets no gradient of it."""
+    """A head of ``shapes`` trained for ``steps`` positions of a draft by ``target``, which is no part of its parameters and gets no gradient of it.
 
-    def __init__(self, head: Eagle3Head, target: Decoder, steps: int) -> None:
+    ``target`` may be one rank's part of a model. Then the ranks compute it together, and one of them has the ``head``: on the others (``None``) there is no
+    parameter (``trainer.parallel.draft_pipeline``)."""
+
+    def __init__(self, shapes: Eagle3Shapes, head: Eagle3Head | None, target: Decoder, steps: int) -> None:
         nn.Module.__init__(self)
-        self.head, self.steps = head, steps
+        self.head_shapes, self.head, self.steps = shapes, head, steps
         # In a tuple, so that it is no submodule.
         self._target = (target,)
-        head.embedding = torch.no_grad()(target.embedded)
-        if head.shapes.own_embedding:
+        if head is not None and shapes.own_embedding:
             head.embed_tokens.requires_grad_(False)
-        self.shapes = self.local = head.shapes.trained
-        self.kernels, self.dtype, self.positions = target.kernels, head.dtype, min(head.positions, target.positions)
+        self.shapes = self.local = shapes.trained
+        self.kernels, self.dtype = target.kernels, target.dtype
+        self.positions = target.positions if head is None else min(head.positions, target.positions)
         self.group = self.parallel = self.router_balance = None
         self.shard_spec, self.spans = WHOLE, (whole(1),)
         self.lm_head = self.score = None
@@ -65,48 +66,44 @@ class DraftDecoder(Decoder):
     def huggingface_parameters(self) -> dict[str, Tensor]:
         """Returns a view of every trained parameter by its name in the head's folder."""
         names = dict(self.shapes.own_parameters)
-        return {name: tensor for name, tensor in eagle3_tensors(self.head).items() if name in names}
+        return {} if self.head is None else {name: tensor for name, tensor in eagle3_tensors(self.head).items() if name in names}
 
     def outputs(self, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor, targets: Tensor, temperature: float) -> HeadOutputs:
+        """Returns ``of_target`` of a whole target."""
+        assert self.head is not None
+        target = DraftTarget(self.target, (whole(self.target.shapes.num_hidden_layers),), self.head_shapes)
+        last = target.run(0, tokens, positions, context, None)
+        assert isinstance(last, LastStates)
+        read = target.outputs(last, len(tokens), rows, self.head.target_ids)
+        assert read is not None
+        return self.of_target(read, tokens, positions, context, rows)
+
+    def of_target(self, read: TargetOutputs, tokens: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> HeadOutputs:
         """Returns what the head gives at each position of a draft for the tokens whose distribution the target computes in the rows ``rows[R]``, which the
         loss counts."""
-        head, target = self.head, self.target
-        aux = AuxHiddenStates(head.shapes.aux_layers)
-        with torch.no_grad():
-            hidden = target(tokens, positions, context, aux=aux)
-        labels, best, known = self._labels(hidden, rows)
+        head = self.head
+        assert head is not None
+        distribution, best, known = read.labels
+        embedded = head.embedded(tokens) if read.embedded is None else read.embedded.to(head.dtype)
         places = torch.full((len(tokens),), -1, device=tokens.device).index_copy(0, rows, torch.arange(len(rows), device=tokens.device))
         lengths = [after - before for before, after in itertools.pairwise(context.cu_seqlens.tolist())]
         ends = torch.cat([torch.full((length,), end, device=tokens.device) for length, end in zip(lengths, context.cu_seqlens[1:].tolist(), strict=True)])
-        state, attention = head.combined(aux.states), _TestTimeAttention(head, context)
+        state, attention = head.combined(read.states), _TestTimeAttention(head, context)
         own, made = torch.arange(len(tokens), device=tokens.device), list[DraftStep]()
         last = len(head.rotary_tables[0]) - 1
         for step in range(self.steps):
             label = own + step + 1
             following, is_there = label.minimum(ends - 1), label < ends
-            x, state = head.run(tokens[following], (positions + step).clamp_max(last), state, attention)
+            x, state = head.run(embedded[following], (positions + step).clamp_max(last), state, attention)
             chosen = (is_there & (places[following] >= 0)).nonzero().squeeze(1)
             place = places[following[chosen]]
-            values, agrees = checkpoint(self._compared, x.index_select(0, chosen), labels, best, place, use_reentrant=False)
+            values, agrees = checkpoint(self._compared, x.index_select(0, chosen), distribution, best, place, use_reentrant=False)
             made.append(DraftStep(values, agrees, torch.ones_like(values), known[place]))
         return HeadOutputs(of_draft=tuple(made))
 
-    @torch.no_grad()
-    def _labels(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the target's distribution over the head's vocabulary [R, Vd] after the tokens of ``rows``, its most probable token [R] of all, and 1.0 where
-        that is in the head's vocabulary."""
-        ids, parts = self.head.target_ids, []
-        for chosen in rows.split(ROWS_AT_ONCE):
-            logits = self.target.logits(hidden.index_select(0, chosen)).float()
-            parts.append((logits.index_select(1, ids).softmax(1), logits.argmax(1)))
-        if not parts:
-            empty = hidden.new_empty(0, dtype=torch.float32)
-            return empty.new_empty(0, len(ids)), rows, empty
-        distribution, best = (torch.cat(part) for part in zip(*parts, strict=True))
-        return distribution, best, torch.isin(best, ids).float()
-
     def _compared(self, x: Tensor, distribution: Tensor, best: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the cross-entropies and agreements [N] of the head's logits of ``x[N, H]`` with the rows ``place[N]`` of ``_labels``."""
+        """Returns the cross-entropies and agreements [N] of the head's logits of ``x[N, H]`` with the rows ``place[N]`` of ``DraftLabels``."""
+        assert self.head is not None
         logits = self.head.logits(x).float()
         agrees = (self.head.target_ids[logits.detach().argmax(1)] == best[place]).float()
         return -(distribution[place] * logits.log_softmax(1)).sum(1), agrees

@@ -87,17 +87,18 @@ class Eagle3Head(nn.Module):
         wanted = context.wanted if isinstance(context, PagedContext) else None
         if isinstance(context, PagedContext) or self.is_packed:
             with torch.no_grad():
-                return self.run(tokens, positions, hidden, over_context, wanted)
-        return self.run(tokens, positions, hidden, over_context)
+                return self.run(self.embedded(tokens), positions, hidden, over_context, wanted)
+        return self.run(self.embedded(tokens), positions, hidden, over_context)
 
-    def run(self, tokens: Tensor, positions: Tensor, hidden: Tensor, attention: Attend, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Does ``forward`` with another ``attention``. ``wanted[W]`` int64: the rows that are computed after it."""
+    def run(self, embedded: Tensor, positions: Tensor, hidden: Tensor, attention: Attend, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Does ``forward`` with another ``attention``. ``embedded[T, H]``: the rows of the embedding for the tokens; ``wanted[W]`` int64: the rows that are
+        computed after it."""
         kernels, linear, weights = self.kernels, self._linear, self._weights()
         eps = self.shapes.layer.rms_norm_eps
         assert weights.input_norm is not None and weights.mlp_norm is not None
         normed = kernels.rms_norm(hidden, self.hidden_norm.weight, eps)
         residual = normed.to(hidden.dtype) if self.shapes.norm_before_residual else hidden
-        x = torch.cat((kernels.rms_norm(self.embedded(tokens), weights.input_norm, eps), normed), dim=1)
+        x = torch.cat((kernels.rms_norm(embedded, weights.input_norm, eps), normed), dim=1)
         x = attention(weights, linear(x, weights.qkv, weights.qkv_bias), rotations(positions, self.rotary_tables, self.rotary_order))
         if wanted is not None:
             x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)

@@ -23,8 +23,8 @@ def read_model(name: str, ignored: tuple[str, ...] = ()) -> tuple[ModelShapes, d
         recipe = load_config(name)
         if isinstance(recipe, PretrainRecipe) and recipe.trains_draft:
             raise UserError(
-                f"'{name}' trains a draft head beside one whole model, in one process that has no layout to choose; 'tandem train {name} --dry-run' predicts "
-                "its memory and time"
+                f"'{name}' trains a draft head beside a model that stays as it is, whose layouts are not compared; 'tandem train {name} --dry-run' predicts "
+                "the memory and time of one"
             )
         shapes = recipe_shapes(recipe.model, ignored)
         return shapes, {"sequence": sequence_tokens(recipe, shapes), "global_batch": batch_sequences(recipe), "trainer": recipe.trainer}

@@ -76,7 +76,7 @@ def plan_rl_step(
 ) -> RLPlan:
     """Returns the predicted step of ``recipe``, with these lengths; without ``draft_acceptance`` as if nothing were drafted. Raises ``UserError`` for an engine
     that does not fit, and a folder of drafts that cannot be one."""
-    rollout, algorithm, shapes = recipe.rollout, recipe.algorithm, scored.shapes
+    rollout, algorithm, shapes, parallel = recipe.rollout, recipe.algorithm, scored.shapes, scored.layout.parallel
     has_critic = algorithm.name == "ppo" and not recipe.has_shared_critic
     has_reward_model = bool(recipe.reward_model.path)
     step = RLStep(
@@ -84,7 +84,7 @@ def plan_rl_step(
         engine=_engine(recipe, shapes, scored.hardware, scored.layout.gpus), engines=_engines(recipe, scored.layout.gpus), budget_tokens=rollout.budget_tokens,
         rounds=algorithm.rounds, passes=float(algorithm.old_logprobs == "recompute") + algorithm.needs_reference + has_critic + has_reward_model,
         trained=1 + has_critic,
-        draft_passes=0.0 if recipe.draft is None else draft_passes(shapes, recipe.draft.draft_steps),
+        draft_passes=0.0 if recipe.draft is None else draft_passes(shapes, recipe.draft.draft_steps, parallel.tensor * parallel.pipeline),
         minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
         speculation=None if draft_acceptance is None else _speculation(recipe, shapes, draft_acceptance),

@@ -23,8 +23,6 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import packed_layout
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
-from tandem.model.draft_decoder import DraftDecoder
-from tandem.model.eagle3_folder import save_eagle3
 from tandem.model.export_dtype import export_dtype
 from tandem.pod.actor import build_actor
 from tandem.pod.calls import TRAINER_CALLS
@@ -40,6 +38,8 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import CALL, NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.rpc.pod_tls import PodTls, tls_of
+from tandem.trainer.checkpoint.export_draft import export_draft
+from tandem.trainer.checkpoint.format.shard import DRAFT
 from tandem.trainer.checkpoint.memory.keepers import Keepers
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.tiers.disks_tier import Node
@@ -140,10 +140,9 @@ class TrainerWorker:
         checkpoints = actor.checkpoints
         checkpoints.wait(self.rank.beat)
         checkpoints.export_critic(Path(meta["critic"]), dtype)
-        if actor.draft is not None and self.rank.ranks.is_first and not Path(meta["draft"]).exists():
-            network = actor.draft.replica.model
-            assert isinstance(network, DraftDecoder)
-            save_eagle3(network.head, Path(meta["draft"]), dtype=dtype)
+        trained = checkpoints.state_of(DRAFT)
+        if actor.draft is not None and trained is not None:
+            export_draft(checkpoints, trained, actor.native.model.shapes, actor.draft.start, Path(meta["draft"]), dtype, of=DRAFT)
         checkpoints.export(Path(meta["folder"]), dtype)
         self.rank.ranks.world.barrier("the exported model")
         return {}, {}

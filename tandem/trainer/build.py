@@ -15,18 +15,22 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
+from tandem.layout.eagle3 import EMBEDDING
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
 from tandem.model.draft_decoder import DraftDecoder
 from tandem.model.drawn import new_adapter
 from tandem.model.eagle3_folder import load_eagle3
+from tandem.model.huggingface.eagle3_config import read_eagle3_of
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.model_folder import load_model, load_tensors, read_held, unfilled_model
+from tandem.model.huggingface.model_folder import load_tensors, read_held, unfilled_model
+from tandem.model.huggingface.weight_files import tensor_names
 from tandem.model.value_folder import new_head
 from tandem.trainer.checkpoint.model_state import parts_of
 from tandem.trainer.checkpoint.replica_state import ReplicaState, fill_parts
 from tandem.trainer.offload.activations import ActivationOffload
 from tandem.trainer.optimizers.make import offload_folder
+from tandem.trainer.parallel.draft_pipeline import DraftPipeline, has_head
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import FrozenReplica, Replica, make_replica
@@ -73,7 +77,9 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
     trainer, parallel = settings.trainer, settings.parallel
     # Weights are read straight into the file or into this rank's part, because the whole model may not fit in memory.
     is_filled = trainer.offload_parameters != "nvme" and (parallel.zero < 3 or ranks.world.size == 1)
-    model, pipeline = load_network(settings, ranks, kernels, is_filled)
+    model: Decoder
+    pipeline: Pipeline | DraftPipeline | None
+    model, pipeline = load_network(settings, ranks, kernels, is_filled) if settings.draft is None else load_draft(settings, ranks, kernels, *settings.draft)
     model.router_balance = make_balance(model, trainer, ranks)
     model.recompute = trainer.recompute
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=is_filled)
@@ -115,8 +121,6 @@ def _named(start: Path) -> Iterator[None]:
 def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
     """Returns this rank's part of the network in the trainer's precision, and the pipeline that it is a stage of (``None``: it is whole). ``is_filled``: with
     its weights. Raises ``UserError`` if the folder does not hold the model."""
-    if settings.draft is not None:
-        return _draft(settings, ranks, kernels, *settings.draft), None
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(settings.start, "any", settings.implemented_by))
     model = unfilled_model(
@@ -133,21 +137,33 @@ def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_f
     return model, Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
 
 
-def _draft(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, folder: Path, steps: int) -> DraftDecoder:
-    """Returns the head in ``folder`` beside the whole model of ``settings``, which stays as it is."""
-    target = load_model(settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device).requires_grad_(False)
-    target.use_context(settings.context or target.positions)
-    target.kernels = in_precision(kernels, settings.trainer.precision, target.device)
-    return _beside(target, folder, steps, settings.context)
+def load_draft(
+    settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, folder: Path, steps: int
+) -> tuple[DraftDecoder, DraftPipeline | None]:
+    """Returns the head in ``folder`` beside this rank's part of the model of ``settings``, which stays as it is; as ``_beside``."""
+    target, pipeline = load_network(settings, ranks, kernels, is_filled=True)
+    return _beside(target.requires_grad_(False), pipeline, ranks, folder, steps, settings.context)
 
 
-def _beside(target: Decoder, folder: Path, steps: int, context: int) -> DraftDecoder:
-    head = load_eagle3(folder, target.kernels, target.shapes, dtype=target.dtype, device=target.device)
-    head.use_context(context)
-    return DraftDecoder(head, target, steps)
+def _beside(
+    target: Decoder, pipeline: Pipeline | None, ranks: Ranks, folder: Path, steps: int, context: int
+) -> tuple[DraftDecoder, DraftPipeline | None]:
+    """Returns the head in ``folder`` beside this rank's part of ``target``, if it has the head, and how the ranks compute both together (``None``: each does
+    alone). ``pipeline``: that of the target."""
+    tensor, stages, head = ranks.groups["tensor"], ranks.groups["pipeline"], None
+    shapes = read_eagle3_of(folder, target.shapes, own_embedding=EMBEDDING in tensor_names(folder))
+    if has_head(ranks):
+        head = load_eagle3(folder, target.kernels, target.shapes, dtype=target.dtype, device=target.device)
+        head.use_context(context)
+    model = DraftDecoder(shapes, head, target, steps)
+    if tensor.size == stages.size == 1:
+        return model, None
+    return model, DraftPipeline(model, pipeline or Pipeline(target, target.spans, stages), ranks)
 
 
 def build_draft(target: Replica, folder: Path, steps: int, trainer: TrainerConfig, context: int) -> Replica:
     """Returns the draft head in ``folder``, trained with the settings ``trainer`` beside the model of ``target``, which goes on learning by itself. Arguments
     as of ``ReplicaSettings``. Raises ``UserError`` as ``load_eagle3``."""
-    return make_replica(_beside(target.model, folder, steps, context), trainer, target.ranks)
+    assert not isinstance(target.pipeline, DraftPipeline)
+    model, pipeline = _beside(target.model, target.pipeline, target.ranks, folder, steps, context)
+    return make_replica(model, trainer, target.ranks, pipeline=pipeline)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tandem.backends.environment import installed, python_of
 from tandem.backends.vllm.arguments import environment
+from tandem.config.parallel import ParallelConfig
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.training.rank_memory import predict_rank_memory
-from tandem.jobs.checks.chosen_layout import on_this_machine
 from tandem.jobs.data_run.draft_inputs import rollouts_of
 from tandem.jobs.result import Figure
 from tandem.jobs.start import dry_run, resume, train
@@ -36,8 +39,10 @@ from tandem.layout.eagle3 import eagle3_shapes
 from tandem.model.eagle3 import Eagle3Head
 from tandem.model.eagle3_folder import initialise_eagle3, save_eagle3
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.planner.recipe_layout import recipe_layout
+from tandem.planner.automatic import with_layout
+from tandem.planner.recipe_layout import predicted_memory, recipe_layout
 from tandem.runtime.callback import Callback
+from tandem.runtime.machine.gpus import room
 from tandem.runtime.records.journal import Journal
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, Sample, UserError, WeightVersion
@@ -131,33 +136,69 @@ def test_a_stopped_run_has_the_bits_of_an_undisturbed_one_and_its_head_has_vllms
     assert "embed_tokens.weight" not in whole and whole["lm_head.weight"].shape == (200, 32)
 
 
-@pytest.mark.full
-def test_the_peak_of_a_run_is_within_a_quarter_of_the_prediction_which_counts_what_the_head_needs_and_not_the_model(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(data / "model", folder)
-    config = Qwen3Config.from_pretrained(folder)
+def write_large(folder: Path, data: Path, **changed: Any) -> Path:
+    """Writes a recipe whose model and head need more memory than the process."""
+    model = folder / "model"
+    shutil.copytree(data / "model", model)
+    config = Qwen3Config.from_pretrained(model)
     config.update({"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 768, "vocab_size": 4096, "max_position_embeddings": 256})
     config.update({"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12})
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(model)
     source = Path(__file__).parents[2] / "tandem" / "layout"
-    tokenize(TokenizeSettings(str(source), str(tmp_path / "text"), str(folder), DocumentFormat(suffixes=(".py",)), workers=1))
-    text = {"train": [{"path": str(tmp_path / "text")}], "held_out": "", "sequence_length": 256, "global_batch_size": 8}
+    tokenize(TokenizeSettings(str(source), str(folder / "text"), str(model), DocumentFormat(suffixes=(".py",)), workers=1))
+    text = {"train": [{"path": str(folder / "text")}], "held_out": "", "sequence_length": 256, "global_batch_size": 8}
     algorithm, trainer = {"draft_vocab_size": 4096}, {"micro_batch_tokens": 1024}
-    recipe = write_recipe(tmp_path, data, model={"path": str(folder)}, data=text, algorithm=algorithm, trainer=trainer, run={"max_steps": 3})
-    shapes, loaded = read_shapes(folder), load_config(recipe)
+    return write_recipe(folder, data, model={"path": str(model)}, data=text, algorithm=algorithm, trainer=trainer, run={"max_steps": 3}, **changed)
+
+
+def peak_of(recipe: Path) -> int:
+    """Trains ``recipe`` and returns the peak of the resident bytes of its largest process."""
+    process = subprocess.Popen([*PROGRAM, "train", str(recipe)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    return 1024 * usage.ru_maxrss
+
+
+@pytest.mark.full
+def test_the_peak_of_a_run_is_within_a_quarter_of_the_prediction_which_counts_what_the_head_needs_and_not_the_model(data: Path, tmp_path: Path) -> None:
+    recipe = write_large(tmp_path, data)
+    shapes, loaded = read_shapes(tmp_path / "model"), load_config(recipe)
     predicted = predict_rank_memory(shapes, recipe_layout(loaded, shapes, on_cpu=True)).total
     (said,) = [line for line in dry_run(loaded, recipe).splitlines() if line.startswith("predicted memory: ")]
     assert int(said.split()[2].replace(",", "")) == pytest.approx(predicted / 2**20, abs=2)
-    process = subprocess.Popen([*PROGRAM, "train", str(recipe)], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0 and predicted / 1.25 < 1024 * usage.ru_maxrss < 1.25 * predicted, (predicted, 1024 * usage.ru_maxrss)
+    peak = peak_of(recipe)
+    assert predicted / 1.25 < peak < 1.25 * predicted, (predicted, peak)
 
 
-def test_tandem_plan_names_the_command_that_predicts_a_run_of_one_process(data: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, data, parallel={"layout": "auto"})
-    assert "in one process that has no layout to choose; 'tandem train " in refused("plan", str(recipe))
-    chosen, line = on_this_machine(load_config(recipe))
-    assert chosen.parallel.world == 1 and line.startswith("layout: one process")
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"tensor": 2}, {"data": 2}], ids=str)
+def test_the_peak_of_the_rank_that_has_the_head_is_within_a_quarter_of_the_prediction(mesh: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    recipe = write_large(tmp_path, data, parallel=mesh, machine={"threads": 2})
+    shapes = read_shapes(tmp_path / "model")
+    predicted, peak = predict_rank_memory(shapes, recipe_layout(load_config(recipe), shapes, on_cpu=True)).total, peak_of(recipe)
+    assert predicted / 1.25 < peak < 1.25 * predicted, (predicted, peak)
+
+
+def test_tandem_plan_names_the_command_that_predicts_a_run_and_an_automatic_layout_has_no_more_parts_than_the_model_needs(data: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    shutil.copytree(data / "model", deep)
+    config = Qwen3Config.from_pretrained(deep)
+    config.update({"num_hidden_layers": 60, "layer_types": ["full_attention"] * 60})
+    config.save_pretrained(deep)
+    recipe = write_recipe(tmp_path, data, parallel={"layout": "auto"}, model={"path": str(deep)})
+    assert "whose layouts are not compared; 'tandem train " in refused("plan", str(recipe))
+    h100 = load_hardware("H100-80GB")
+    chosen, line = with_layout(load_config(recipe), ["NVIDIA H100 80GB HBM3"] * 4, h100, 2)
+    assert (chosen.parallel.data, chosen.parallel.tensor, chosen.parallel.zero) == (4, 1, 1) and line.startswith("layout: data 4, tensor 1, zero 1 ")
+    chosen.check()
+    assert isinstance(chosen, PretrainRecipe)
+    alone, halved = (predicted_memory(replace(chosen, parallel=ParallelConfig(data=4 // tensor, tensor=tensor, zero=1))) for tensor in (1, 2))
+    # A GPU with room for a half of the model and the head.
+    small = replace(h100, memory_bytes=next(size for size in range(2**30, 2**34, 2**12) if halved <= room(size)))
+    assert halved <= room(small.memory_bytes) < alone
+    chosen, line = with_layout(load_config(recipe), ["NVIDIA H100 80GB HBM3"] * 4, small, 2)
+    assert (chosen.parallel.data, chosen.parallel.tensor) == (2, 2) and line.startswith("layout: data 2, tensor 2, zero 1 ")
+    chosen.check()
 
 
 def write_samples(run: Path, steps: Sequence[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]], last_is_sampled: bool = True) -> None:
@@ -322,10 +363,55 @@ def test_verify_reads_all_that_a_draft_run_began_with_and_a_resume_refuses_what_
     assert "everything is as it was written" in command("verify", str(run))
 
 
+EXACT = {"tensor": 2, "deterministic": True}
+MESHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    (EXACT, {"pipeline": 2}), ({"pipeline": 2}, {}), ({"pipeline": 2, **EXACT}, {"data": 2, "zero": 2}),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, with few tokens in a micro-batch, so that several are under way in a pipeline."""
+    folder = tmp_path_factory.mktemp("whole")
+    command("train", str(write_recipe(folder, data, trainer={"micro_batch_tokens": 40})))
+    return folder / "run"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("first", "then"), MESHES, ids=str)
+def test_a_run_on_tensor_ranks_and_pipeline_stages_has_the_bits_of_one_process_and_goes_on_elsewhere(
+    first: dict[str, Any], then: dict[str, Any], data: Path, whole: Path, tmp_path: Path
+) -> None:
+    machine = {"threads": 8}
+    assert rows(whole)[0]["draft/acceptance_length"] >= 1
+    recipe = write_recipe(tmp_path, data, trainer={"micro_batch_tokens": 40}, parallel=first, machine=machine, run={"max_steps": 2})
+    command("train", str(recipe))
+    assert rows(tmp_path / "run") == rows(whole)[:2]
+    reset = {"tensor": 1, "pipeline": 1} | ({"deterministic": None} if "deterministic" in first else {})
+    command("resume", str(tmp_path / "run"), "--run.max_steps=4", *(f"--parallel.{key}={json.dumps(value)}" for key, value in (reset | then).items()))
+    ours, theirs = rows(tmp_path / "run"), rows(whole)
+    heads = [load_file(run / "model" / "model.safetensors") for run in (tmp_path / "run", whole)]
+    assert heads[0].keys() == heads[1].keys() and {"d2t", "t2d"} <= heads[0].keys()
+    evaluated = []
+    for run in (tmp_path / "run", whole):
+        with Journal(run / "journal.sqlite", read_only=True) as journal:
+            evaluated.append([measured for _, kind, measured in journal.evaluations() if kind == "held_out_drafts"][-1])
+    if "data" in then:
+        # Data-parallel ranks add in another order.
+        assert all(mine == pytest.approx(its, rel=1e-5) for mine, its in zip(ours, theirs, strict=True))
+        assert all(torch.allclose(tensor.float(), heads[1][name].float(), atol=3e-4) for name, tensor in heads[0].items())
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-4)
+    else:
+        assert ours == theirs and evaluated[0] == evaluated[1]
+        assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
 def test_what_a_head_cannot_be_trained_with_is_refused(data: Path, tmp_path: Path) -> None:
-    for axis in ("data", "tensor", "pipeline", "context"):
-        said = refused("train", str(write_recipe(tmp_path, data, parallel={axis: 2})), "--dry-run")
-        assert said.endswith(f"'parallel.{axis}' is 2 and algorithm.name is 'draft', which trains a head beside one whole model in one process; set it to 1")
+    given = "and algorithm.name is 'draft', which"
+    said = refused("train", str(write_recipe(tmp_path, data, parallel={"context": 2})), "--dry-run")
+    assert said.endswith(f"'parallel.context' is 2 {given} trains a head on whole sequences; set it to 1")
+    said = refused("train", str(write_recipe(tmp_path, data, parallel={"context": 1, "data": 2, "zero": 3})), "--dry-run")
+    assert said.endswith(f"'parallel.zero' is 3 {given} reads whole weights of the model; set it to 0 or 1 or 2")
     with pytest.raises(UserError, match="is not the folder of a run; name one of reinforcement learning"):
         list(rollouts_of(tmp_path / "nowhere", 0))
     with pytest.raises(UserError, match=r"'data.rollouts' is .*, which is not read: algorithm.name is 'sft'; set algorithm.name to draft"):

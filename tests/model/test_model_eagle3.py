@@ -24,7 +24,7 @@ from tandem.model.eagle3_folder import eagle3_tensors, initialise_eagle3, load_e
 from tandem.model.huggingface.eagle3_config import read_eagle3_shapes
 from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
-from tandem.trainer.build import ReplicaSettings, load_network
+from tandem.trainer.build import ReplicaSettings, load_draft
 from tandem.trainer.parallel.ranks import alone
 from tandem.types import UserError
 
@@ -202,8 +202,8 @@ def test_a_head_is_trained_at_positions_beyond_those_of_its_folder(tmp_path: Pat
     for positions in (128, 4):
         path = tmp_path / "head" / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions}))
-        settings = ReplicaSettings(tmp_path / "target", tmp_path, TrainerConfig(), ParallelConfig(), 32, context=20, draft=(tmp_path / "head", 2))
-        model, _ = load_network(settings, alone(), select("cpu"), is_filled=True)
+        settings = ReplicaSettings(tmp_path / "target", tmp_path, TrainerConfig(), ParallelConfig(), 32, context=20)
+        model, _ = load_draft(settings, alone(), select("cpu"), tmp_path / "head", 2)
         made.append(model.outputs(tokens, tokens, context, tokens[:-1], tokens[1:], 1.0).of_draft)
     assert all(torch.equal(step.cross_entropy, other.cross_entropy) for step, other in zip(*made, strict=True))
 
@@ -214,7 +214,8 @@ def test_training_computes_at_each_position_what_drafting_from_there_does(kernel
     initialise(target, 7, 0.2)
     lengths, tokens = [9, 6], torch.randint(61, (15,), generator=generator)
     positions, context = torch.cat([torch.arange(9), torch.arange(6)]), PackedContext(torch.tensor([0, 9, 15], dtype=torch.int32), 9)
-    model, rows = DraftDecoder(head, target, 3), torch.tensor([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14])
+    head.embedding = target.embedded
+    model, rows = DraftDecoder(head.shapes, head, target, 3), torch.tensor([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14])
     made = model.outputs(tokens, positions, context, rows, rows, 1.0).of_draft
     assert made is not None
     wanted: list[list[Tensor]] = [[], [], []]

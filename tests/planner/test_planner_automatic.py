@@ -27,11 +27,14 @@ def test_the_fastest_layout_that_fits_is_applied_and_named() -> None:
     assert replace(chosen, parallel=recipe.parallel, trainer=recipe.trainer) == recipe
 
 
-def test_a_run_that_trains_a_draft_head_is_data_parallel_as_the_head_needs_one_whole_policy() -> None:
+def test_a_run_that_trains_a_draft_head_has_the_fastest_layout_of_those_that_a_head_is_trained_on() -> None:
     speculative = "--rollout.engine.speculative_config={method: eagle3, model: head}"
-    chosen, line = with_layout(load_config("sort", ["--parallel.layout=auto", speculative, "--draft={}"]), ["NVIDIA H100 80GB HBM3"] * 4, H100, 2)
-    assert (chosen.parallel.data, chosen.parallel.zero, chosen.parallel.world) == (4, 1, 4)
-    assert line == "layout: data 4, zero 1 (a draft head is trained beside one whole policy)"
+    plain = load_config("sort", ["--parallel.layout=auto"])
+    recipe = load_config("sort", ["--parallel.layout=auto", speculative, "--draft={}"])
+    chosen, line = with_layout(recipe, ["NVIDIA H100 80GB HBM3"] * 4, H100, 2)
+    best = best_layout(recipe, 4, H100)
+    assert chosen.parallel.world == 4 and chosen.parallel.zero < 3 and line.startswith("layout: ")
+    assert best.step_seconds >= best_layout(plain, 4, H100).step_seconds
     chosen.check()
 
 

@@ -150,6 +150,30 @@ def test_data_parallel_ranks_train_the_same_head_with_zero_and_after_a_kill_of_o
     assert heads[0] == heads[1] and heads[0]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("settings", "holder"), [
+    (("--parallel.tensor=2", "--model.create.num_key_value_heads=2"), "trainer_worker"), (("--parallel.pipeline=2",), "trainer_rank1"),
+], ids=["tensor", "pipeline"])  # fmt: skip
+def test_ranks_that_divide_the_policy_train_the_head_and_change_no_bit_of_it_after_a_kill_of_the_one_that_has_it(
+    settings: tuple[str, ...], holder: str, head: Path, undisturbed: PodRun, tmp_path: Path
+) -> None:
+    mesh = (*settings, "--machine.threads=2", "--run.max_steps=4")
+    plain, killed = (PodRun(tmp_path, name=name) for name in ("plain", "killed"))
+    for run, options in ((plain, ()), (killed, (drafting(head), DRAFT, "--fault", f"{holder}:after:train:2"))):
+        done = run.train(*mesh, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in (killed.directory / "faults").iterdir()] == [f"{holder}-after-train-2"]
+    assert policy(plain) == policy(killed)
+    ours, theirs = killed.rows(), undisturbed.rows()
+    assert len({row["draft/loss"] for row in ours}) == 4
+    if len(settings) == 1:
+        # The same model: that of one process needs no second head of keys and values.
+        for name in ("draft/loss", "draft/grad_norm", "draft/acceptance/0"):
+            assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-4)
+    began, ended = (load_file(folder / "model.safetensors") for folder in (head, killed.directory / "draft"))
+    assert began.keys() == ended.keys() and all(not began[name].equal(ended[name]) for name in began)
+
+
 def write(path: Path, sections: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(sections))
     return path
@@ -201,9 +225,8 @@ def test_a_head_that_is_trained_follows_a_policy_that_moves_and_one_that_stays_d
 REFUSED = {
     "rollout.engine.speculative_config=null": "'rollout.engine.speculative_config' is not given",
     "rollout.engine.speculative_config={method: suffix}": "has method 'suffix'; set it to {method: eagle3, model: FOLDER}",
-    "parallel.tensor=2": "'parallel.tensor' is 2 and section 'draft' is given, whose head is trained beside the whole policy on every rank; set it to 1",
-    "parallel.pipeline=2": "'parallel.pipeline' is 2",
-    "parallel={data: 2, zero: 3}": "'parallel.zero' is 3",
+    "parallel.context=2": "'parallel.context' is 2 and section 'draft' is given, whose head is trained on whole sequences; set it to 1",
+    "parallel={data: 2, zero: 3}": "'parallel.zero' is 3 and section 'draft' is given, whose head reads whole weights of the policy; set it to 0 or 1 or 2",
     "trainer.lora={rank: 2}": "'trainer.lora' is given",
     "trainer={offload: nvme, offload_parameters: nvme, offload_folder: state}": "'trainer.offload_parameters' is nvme",
     "rollout.backend=vllm": "'rollout.backend' is vllm",

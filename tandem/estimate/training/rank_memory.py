@@ -56,9 +56,14 @@ def memory_by_stage(shapes: ModelShapes, layout: TrainingLayout) -> list[RankMem
 
 def machine_bytes(shapes: ModelShapes, layout: TrainingLayout, ranks: int = 0) -> int:
     """Returns the bytes of the ``ranks`` that need most (0: all) together."""
-    stages = memory_by_stage(shapes, layout)
-    each = layout.parallel.world // len(stages)
-    totals = sorted((memory.total for memory in stages for _ in range(each)), reverse=True)
+    stages, parallel = memory_by_stage(shapes, layout), layout.parallel
+    each = parallel.world // len(stages)
+    every = [memory.total for memory in stages for _ in range(each)]
+    if layout.draft is not None and each > parallel.data:
+        # Of the tensor-parallel ranks of the last stage the first has the head.
+        last = list(_stages(shapes, parallel))[-1]
+        every[parallel.data - each :] = [_of_stage(shapes, layout, last, len(stages) - 1, is_first=False).total] * (each - parallel.data)
+    totals = sorted(every, reverse=True)
     return sum(totals[: ranks or len(totals)])
 
 
@@ -87,15 +92,18 @@ def _stages(shapes: ModelShapes, parallel: ParallelConfig) -> Iterator[list[Span
         yield own_spans(parallel, spans, rank)
 
 
-def _bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) -> StageBytes:
+def _bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span], is_first: bool = True) -> StageBytes:
     if layout.draft is not None:
-        return draft_head.stage_bytes(shapes, *layout.draft, layout)
+        return draft_head.stage_bytes(shapes, *layout.draft, layout, spans, is_first=is_first)
     return literature.stage_bytes(shapes, layout, spans) if layout.trainer is None else own_trainer.stage_bytes(shapes, layout, spans)
 
 
-def _of_stage(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span], rank: int) -> RankMemory:
-    held = _bytes(shapes, layout, spans)
-    passes = max(1.0, chunks_in_flight(layout.parallel, layout.micro_batches, rank) / len(spans))
+def _of_stage(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span], rank: int, *, is_first: bool = True) -> RankMemory:
+    """``is_first``: of the tensor-parallel ranks of the stage."""
+    held = _bytes(shapes, layout, spans, is_first)
+    # The backward pass of a draft head follows its forward pass.
+    in_flight = 1 if layout.draft is not None else chunks_in_flight(layout.parallel, layout.micro_batches, rank)
+    passes = max(1.0, in_flight / len(spans))
     saved = min(passes * held.saved, held.most_saved)
     stash = min((passes - 1) * held.saved, max(0.0, held.most_saved - held.saved))
     if layout.trainer is not None and layout.micro_batches == 1:

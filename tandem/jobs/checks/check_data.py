@@ -135,7 +135,8 @@ def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) 
     ``parallel.ranks_per_node`` says; with pods that train, those of its own pod."""
     layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.ranks_here
     nodes, keeps = max(recipe.parallel.nodes()) + 1, recipe.checkpoint.memory_every_steps > 0
-    size, world = checkpoint_bytes(shapes, recipe.trainer), recipe.parallel.world
+    trained = shapes if layout.draft is None else layout.draft.head.trained
+    size, world = checkpoint_bytes(trained, recipe.trainer), recipe.parallel.world
     kept = keepers_bytes(size, nodes, ranks) if keeps else 0
     if keeps and ranks < world:
         # Its keeper has the files of the ranks here, and of those of another machine.
@@ -144,7 +145,6 @@ def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) 
     if device == "cpu":
         return Needs(machine_bytes(shapes, layout, ranks) + beside, 0, kept)
     process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
-    trained = shapes if layout.draft is None else layout.draft.head.trained
     return Needs(process + host_bytes_beside_gpu(trained, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
 
 

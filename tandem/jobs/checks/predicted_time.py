@@ -73,7 +73,7 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language", recipe.model.implemented_by)
     if recipe.trains_draft:
-        return _cpu_seconds([data_work(recipe, shapes)], recipe)
+        return _cpu_seconds([data_work(recipe, shapes, waits=False)], recipe)
     work = mesh_work(shapes, recipe.trainer, recipe.parallel, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens)
     return _cpu_seconds([work], recipe)
 
@@ -82,7 +82,7 @@ def rl_cpu_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: floa
     """Returns the predicted CPU-seconds of a step on a CPU for prompts and completions of so many tokens. Raises ``UserError`` as ``rl_seconds``."""
     with folder_to_check(recipe.model) as folder:
         models = rl_models(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
-    parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
+    parts = rl_work(recipe, models, prompt_tokens, completion_tokens, waits=False)
     return _cpu_seconds([*parts.generation, *parts.inference, *parts.training], recipe)
 
 

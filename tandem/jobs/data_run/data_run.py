@@ -16,13 +16,13 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
+from tandem.jobs.data_run.draft_inputs import HEAD
 from tandem.jobs.data_run.train_data import TrainData
 from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
 from tandem.layout.flops import draft_step_flops, step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.draft_decoder import DraftDecoder
-from tandem.model.eagle3_folder import save_eagle3
 from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
 from tandem.runtime.health.run_health import RunHealth
@@ -33,6 +33,7 @@ from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.runtime.traces.spans import OpenSpan
 from tandem.runtime.traces.steps import step_span
 from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.checkpoint.export_draft import export_draft
 from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
 from tandem.trainer.grad_scaler import GradScaler
@@ -44,6 +45,7 @@ from tandem.trainer.losses.reward_model import make_reward_model_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack, pack_pairs
+from tandem.trainer.parallel.draft_pipeline import DraftPipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.sequence_scores import scored_sequence
@@ -231,14 +233,18 @@ class DataRun(Run):
     def _flops(self, lengths: Sequence[int]) -> int:
         """Returns the operations of a step on sequences of ``lengths`` tokens."""
         if isinstance(self.model, DraftDecoder):
-            return draft_step_flops(self.model.target.shapes, self.model.head.shapes, self.model.steps, lengths)
+            return draft_step_flops(self.model.target.shapes, self.model.head_shapes, self.model.steps, lengths)
         return step_flops(self.model.shapes, lengths, absorbed=True)
 
     def _draft_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch]) -> None:
         """Journals the loss of the head on the held-out data, and the share of the target's greedy tokens that it drafts, by position."""
-        loss = self.loss(counts)
-        with torch.no_grad():
-            sums = sum_shares(loss(predict(self.model, each, 1.0), each) for each in micro_batches).sums
+        loss, pipeline = self.loss(counts), self.replica.pipeline
+        if isinstance(pipeline, DraftPipeline):
+            own = pipeline.sums(micro_batches, loss)
+        else:
+            with torch.no_grad():
+                own = sum_shares(loss(predict(self.model, each, 1.0), each) for each in micro_batches).sums
+        sums = dict(zip(own, self.ranks.sums(list(own.values()), "the held-out loss"), strict=True))
         measured = {name.removeprefix("draft/").removeprefix("train/"): value for name, value in with_acceptance(sums).items()}
         self.records.evaluated(step, HELD_OUT_DRAFTS, measured)
         rates = ", ".join(f"{measured[f'acceptance/{position}']:.3f}" for position in range(self.recipe.algorithm.draft_steps))
@@ -269,10 +275,11 @@ class DataRun(Run):
         """Writes the trained model as a Hugging Face folder, in place of that of an earlier end of the run, and returns the folder."""
         if self.ranks.is_first:
             remove_model(self.directory / "model")
+        checkpoints, dtype = self.checkpoints.replica, export_dtype(self.recipe.model, self.recipe.trainer.dtype)
         if isinstance(self.model, DraftDecoder):
-            save_eagle3(self.model.head, self.directory / "model", dtype=export_dtype(self.recipe.model, self.recipe.trainer.dtype))
+            export_draft(checkpoints, checkpoints.state, self.model.target.shapes, self.directory / HEAD, self.directory / "model", dtype)
             return self.directory / "model"
-        self.checkpoints.replica.export(self.directory / "model", export_dtype(self.recipe.model, self.recipe.trainer.dtype))
+        checkpoints.export(self.directory / "model", dtype)
         return self.directory / "model"
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

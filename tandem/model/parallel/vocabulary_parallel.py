@@ -52,14 +52,25 @@ def shared_logprobs(
 def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, tokens: int) -> Tensor:
     """Returns the logits [tokens, V] of the whole batch, on every rank."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
-    own = head_kernels(kernels).linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
-    own = own if head.cap is None else kernels.soft_cap(own, head.cap)
+    own = _own_logits(kernels, gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head)
     if parallel.tensor.size > 1:
-        padded = F.pad(own, (0, head.part - own.shape[1]))
-        own = gathered_columns(padded, parallel.tensor, "logits", partial=False)[:, : head.size]
+        own = gathered_columns(own, parallel.tensor, "logits", partial=False)[:, : head.size]
     if parallel.context.size == 1:
         return own
     return joined_rows(own, [end - start for start, end in itertools.pairwise(bounds)], parallel.context, "logits")
+
+
+def first_rank_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head) -> Tensor | None:
+    """Returns the logits [R, V] of the whole ``hidden[R, H]`` on the first tensor-parallel rank, ``None`` on the others. No gradient."""
+    parts = parallel.tensor.gather(_own_logits(kernels, hidden, head), 0, "logits")
+    return torch.cat(parts, dim=1)[:, : head.size] if parts else None
+
+
+def _own_logits(kernels: Kernels, hidden: Tensor, head: Head) -> Tensor:
+    """Returns the logits of this rank's rows of the head, and zeros up to its ``part``."""
+    own = head_kernels(kernels).linear(hidden, head.weight, None)
+    own = own if head.cap is None else kernels.soft_cap(own, head.cap)
+    return own if own.shape[1] == head.part else F.pad(own, (0, head.part - own.shape[1]))
 
 
 def gathered_hidden(parallel: ModelParallel, hidden: Tensor, tokens: int) -> Tensor:

@@ -214,7 +214,9 @@ def plan(
                 experts_in_mxfp4=experts_in_mxfp4,
                 engine_bytes=drafts.get("draft_cache", 0) + states, draft_weights=drafts.get("draft_weights", 0),
             )  # fmt: skip
-            return Candidate(residency, replace(_beside(host, of_draft, ranks or parallel.world, buffers=2 * pods), kept=kept), None, disk)
+            # One rank of each replica has the head.
+            replicas = -(-(ranks or parallel.world) * parallel.data // parallel.world)
+            return Candidate(residency, replace(_beside(host, of_draft, replicas, buffers=2 * pods), kept=kept), None, disk)
         on_gpus = gpu_candidate(
             residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
         )

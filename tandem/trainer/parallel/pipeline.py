@@ -4,21 +4,50 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, forward_schedule, schedule
+from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.collectives.communicator import Communicator, Pending
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, stacked, sum_shares
 
-AtLast = Callable[[Tensor, MicroBatch, Tensor], Tensor]
-"""Is given the hidden states behind the last stage, the micro-batch, and the places among them of the tokens that predict."""
+AtLast = Callable[[Any, MicroBatch, Tensor], Any]
+"""Is given the hidden states behind the last stage (or what ``Stages`` return there), the micro-batch, and the places among them of the tokens that predict."""
+
+
+class Stages(Protocol):
+    """The stages of a model, if more than the residual stream goes from one to the next."""
+
+    def columns(self, stage: int) -> int:
+        """Returns the columns of what goes into ``stage``."""
+        ...
+
+    def run(self, stage: int, tokens: Tensor, positions: Tensor, context: PackedContext, received: Tensor | None) -> Any:
+        """Returns what goes into the next stage, or what the last one hands to ``AtLast``. ``received``: what goes into this one (``None``: it is the
+        first)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualStream:
+    """The stages ``spans`` of ``model``, between which the residual stream goes."""
+
+    model: Decoder
+    spans: Sequence[Span]
+
+    def columns(self, stage: int) -> int:
+        return self.model.shapes.hidden_size
+
+    def run(self, stage: int, tokens: Tensor, positions: Tensor, context: PackedContext, received: Tensor | None) -> Tensor:
+        hidden: Tensor = self.model(tokens, positions, context, span=self.spans[stage], received=received)
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +102,13 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, micro_batches: Sequence[MicroBatch], at_last: AtLast, on_progress: Progress | None = None
-    ) -> None:
+        self, micro_batches: Sequence[MicroBatch], at_last: AtLast, on_progress: Progress | None = None, tracer: Tracer = NO_TRACE,
+        on_phase: OnPhase = lambda phase: None, stages: Stages | None = None,
+    ) -> None:  # fmt: skip
         """Runs the forward pass without gradients. On the rank of the last stage, ``at_last`` is called with the output of the whole model
-        for every micro-batch, of all its tokens, in their order; its result is dropped."""
+        for every micro-batch, of all its tokens, in their order; its result is dropped. ``stages``: compute it (``None``: ``ResidualStream``)."""
         operations = forward_schedule(self.shape(len(micro_batches)))
-        _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
+        _Pass(self, micro_batches, at_last, on_progress, tracer, keeps=False, on_phase=on_phase, stages=stages).run(operations[self.ranks.rank])
 
     @property
     def has_tied_copy(self) -> bool:
@@ -127,7 +157,9 @@ class _Pass:
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: AtLast, on_progress: Progress | None, tracer: Tracer,
         keeps: bool = True, after_backward: Callable[[], None] | None = None, on_phase: OnPhase = lambda phase: None,
-    ) -> None:
+        stages: Stages | None = None,
+    ) -> None:  # fmt: skip
+        self.stages = stages or ResidualStream(pipeline.model, pipeline.spans)
         self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
         self.on_progress, self.tracer, self.after_backward, self.on_phase = on_progress, tracer, after_backward, on_phase
         self.shape = pipeline.shape(len(micro_batches))
@@ -165,7 +197,7 @@ class _Pass:
             if span.is_last and self.keeps:
                 # As in one process, whose gradients are sums over as many rows.
                 context, rows = model.wanting(context, rows, len(micro_batch.tokens))
-            out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
+            out = self.stages.run(stage, micro_batch.tokens, micro_batch.positions, context, received)
             if span.is_last:
                 out = self.at_last(out, micro_batch, rows)
             if self.keeps or not span.is_last:
@@ -208,7 +240,8 @@ class _Pass:
         tokens = len(self.micro_batches[operation.micro_batch].tokens)
         rows = tokens if model.parallel is None else model.parallel.residual_rows(tokens)
         weight = next(model.parameters())
-        space = weight.new_empty(rows, model.shapes.hidden_size, dtype=model.dtype)
+        columns = self.stages.columns(operation.stage if operation.kind == "receive_activation" else operation.stage + 1)
+        space = weight.new_empty(rows, columns, dtype=model.dtype)
         pending = self.pipeline.ranks.receive(space, operation.peer, _name(operation), self.shape.tag(operation))
         self.arriving[operation.kind, operation.stage, operation.micro_batch] = pending
 

@@ -18,6 +18,7 @@ from tandem.trainer.optimizers.adamw import Optimizer
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.trainer.optimizers.blockwise import BLOCK
 from tandem.trainer.optimizers.make import make_optimizer, make_piece_optimizer
+from tandem.trainer.parallel.draft_pipeline import DraftPipeline
 from tandem.trainer.parallel.flat_buffer import ALIGNED
 from tandem.trainer.parallel.gradient_reducer import GradientReducer, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
@@ -29,14 +30,14 @@ from tandem.trainer.step import ForwardBackward, Progress, no_pipelining
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """``sums``: reduces the gradients over ranks (``None``: a single process). ``pipeline``: the pipeline of the model's stages (``None``:
-    one stage)."""
+    """``sums``: reduces the gradients over ranks (``None``: a single process). ``pipeline``: the pipeline of the model's stages, or of a draft head behind
+    those of its target (``None``: one stage)."""
 
     ranks: Ranks
     model: Decoder
     optimizer: Optimizer
     sums: GradientReducer | None = None
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | DraftPipeline | None = None
 
     def passes(self, own: int, most: int) -> int:
         """Returns the number of micro-batches that this rank passes, given that it has ``own`` and the data-parallel rank with the most has
@@ -72,6 +73,7 @@ class Replica:
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
     ) -> list[Tensor]:
         """Runs ``trainer.logprobs.infer`` on this rank's micro-batches; every rank of a pipeline returns the results."""
+        assert not isinstance(self.pipeline, DraftPipeline), "a draft head has no log-probabilities"
         return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
 
     def reshard(self) -> None:
@@ -198,15 +200,15 @@ def _infer(
 
 
 def make_replica(
-    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
+    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | DraftPipeline | None = None,
     directory: Path | None = None, is_filled: bool = True,
 ) -> Replica:
     """Returns ``model`` with the configured optimizer. ``directory``: the run's folder, for offloaded state. ``is_filled``: the model has
     its weights; otherwise, for weights in a file or sharded by ZeRO 3, ``checkpoint.replica_state`` fills them."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
-    is_tied = pipeline is not None and pipeline.has_tied_copy and model.shapes.lora is None
-    sum_tied = pipeline.sum_tied_gradient if pipeline is not None and is_tied else None
+    is_tied = isinstance(pipeline, Pipeline) and pipeline.has_tied_copy and model.shapes.lora is None
+    sum_tied = pipeline.sum_tied_gradient if isinstance(pipeline, Pipeline) and is_tied else None
     # A block of 8-bit codes must not span two ranks.
     aligned = BLOCK if config.optimizer == "adamw8bit" else ALIGNED
     sums = GradientReducer(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)
