@@ -7,6 +7,7 @@ import pytest
 from tandem.config.engine import SpeculativeConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.time import Product, Speed
 from tandem.jobs.checks import predicted_time
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
@@ -30,10 +31,10 @@ def test_a_dry_run_says_that_drafts_are_not_counted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(predicted_time, "rl_seconds", lambda recipe, prompt, completion: RLSeconds(1.0, 0.0, 2.0, 0.5, 0.5, 0.0))
     recipe = load_config("sort")
     assert isinstance(recipe, Recipe)
-    assert "draft" not in describe_rl_time(recipe, 20.0)
+    assert "draft" not in describe_rl_time(recipe, Prompts.of_mean(20))
     engine = replace(recipe.rollout.engine, speculative_config=SpeculativeConfig("ngram"))
     drafted = replace(recipe, rollout=replace(recipe.rollout, engine=engine))
-    assert describe_rl_time(drafted, 20.0) == describe_rl_time(recipe, 20.0) + " (drafts by 'ngram' are not counted)"
+    assert describe_rl_time(drafted, Prompts.of_mean(20)) == describe_rl_time(recipe, Prompts.of_mean(20)) + " (drafts by 'ngram' are not counted)"
 
 
 @pytest.mark.full
