@@ -14,7 +14,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.engine.model_limits import check_kv_cache_dtype
+from tandem.engine.model_limits import check_kv_cache_dtype, check_vocabulary
 from tandem.engine.spec_decode.draft_size import check_head
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.estimate.prompt_beginnings import NOT_KNOWN, Prompts
@@ -221,11 +221,7 @@ def _check_own_storage(url: str) -> None:
 def _check_folder(model: ModelConfig, folder: Path) -> None:
     """Raises ``UserError`` for a folder that is not the whole of ``model``."""
     shapes = read_shapes(folder, implemented_by=model.implemented_by)
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > shapes.vocab_size:
-        raise UserError(
-            f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
-        )
+    check_vocabulary(Tokenizer.from_folder(folder), folder, shapes)
     check_start_weights(model.path or "", folder, shapes)
 
 
