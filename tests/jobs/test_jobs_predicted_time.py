@@ -1,6 +1,9 @@
 """The measured speed of the machine, from which a dry run predicts the time of a run."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,11 @@ from tandem.estimate.time import Product, Speed
 from tandem.jobs.checks import predicted_time
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.jobs.checks.predicted_time import RLSeconds, describe_rl_time
+from tandem.jobs.prediction import rl_prediction
 from tandem.kernels.measure import MOST_ROWS
+from tandem.layout.residents import Residency
+from tandem.layout.shapes import ModelShapes
+from tandem.planner.measured_run import prompts_from
 from tandem.types import UserError
 
 
@@ -35,6 +42,23 @@ def test_a_dry_run_says_that_drafts_are_not_counted(monkeypatch: pytest.MonkeyPa
     engine = replace(recipe.rollout.engine, speculative_config=SpeculativeConfig("ngram"))
     drafted = replace(recipe, rollout=replace(recipe.rollout, engine=engine))
     assert describe_rl_time(drafted, Prompts.of_mean(20)) == describe_rl_time(recipe, Prompts.of_mean(20)) + " (drafts by 'ngram' are not counted)"
+
+
+def test_what_a_run_journals_of_its_prompts_is_what_a_plan_reads_and_alike_completions_take_less_time() -> None:
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    recipe = replace(recipe, trainer=replace(recipe.trainer, share_prompts=True))
+    shapes = ModelShapes("llama", 101, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
+    prompts = Prompts.of([(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8, 9)])
+
+    def at_one_rate(products: Sequence[Product]) -> dict[str, Any]:
+        seconds = [product.flops / 1e9 for product in products]
+        return {"seconds": seconds, "cpu_seconds": seconds, "bytes_per_s": 1e12, "bytes_per_cpu_s": 1e12}
+
+    made, alike = (rl_prediction(recipe, shapes, Residency(), prompts, at_one_rate, begun) for begun in (0.0, 0.5))
+    assert prompts_from(json.loads(json.dumps(made))["prompts"]) == prompts
+    (_, without), (_, half) = (each["at"][-1] for each in (made, alike))
+    assert half["train"] < without["train"] and half["rollout"] == without["rollout"]
 
 
 @pytest.mark.full
