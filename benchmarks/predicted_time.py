@@ -69,7 +69,7 @@ def compare(text: str, steps: int, folder: Path) -> list[tuple[str, float, float
     took, recipe = measured(folder / "run"), load_config(path)
     if isinstance(recipe, PretrainRecipe):
         return [("step", data_seconds(recipe).step, took["timing_s/step"])]
-    predicted = rl_seconds(recipe, check_rl_run(recipe).prompt_tokens, took["response_length/mean"])
+    predicted = rl_seconds(recipe, check_rl_run(recipe).prompts, took["response_length/mean"])
     return [
         ("generation", predicted.generation, took["timing_s/rollout"]),
         ("training", predicted.training, took["timing_s/train"]),

@@ -166,7 +166,7 @@ def predicted(recipe: AnyRecipe, mean_length: float) -> tuple[int, int, float]:
     if isinstance(recipe, PretrainRecipe):
         return memory.allocated, memory.context, data_cpu_seconds(recipe)
     assert isinstance(recipe, Recipe)
-    return memory.allocated, memory.context, rl_cpu_seconds(recipe, check_rl_run(recipe).prompt_tokens, mean_length)
+    return memory.allocated, memory.context, rl_cpu_seconds(recipe, check_rl_run(recipe).prompts, mean_length)
 
 
 def start_seconds(folder: Path) -> float:

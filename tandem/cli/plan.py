@@ -40,7 +40,7 @@ SIZES = (
     "sliding_window", *LATENT, "q_lora_rank",
 )  # fmt: skip
 AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
-RL_FLAGS = ("prompt_tokens", "response_tokens", "response_p95", "draft_acceptance")
+RL_FLAGS = ("prompt_tokens", "response_tokens", "response_p95", "draft_acceptance", "shared_prefix", "measured")
 PROGRESS_EVERY = 200
 
 
@@ -102,6 +102,11 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument(
         "--draft-acceptance", type=float, metavar="RATE",
         help="probability that a draft token of rollout.engine.speculative_config is accepted (default: drafts save nothing)",
+    )  # fmt: skip
+    rl.add_argument("--shared-prefix", type=int, metavar="TOKENS", help="tokens with which all prompts begin, such as a system prompt (default: 0)")
+    rl.add_argument(
+        "--measured", metavar="RUN",
+        help="the folder of a run: its lengths, what its samples begin with in common and the acceptance of its drafts, unless flags give them",
     )  # fmt: skip
     layout = parser.add_argument_group("a layout to score")
     for name, text in (

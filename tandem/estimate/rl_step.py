@@ -7,16 +7,18 @@
 - **Update of weights.** The ranks of a node write the parts that they own to the host's memory, other nodes read them over their network cards, and every
   engine's GPUs read theirs. **Switch**: what the trainer holds goes to the host and comes back, where it does not fit beside the engine.
 - **Training** is a step of ``training.predict`` for each minibatch, of sequences whose length is the mean over tokens: that has the tokens and the
-  operations of attention of the real ones. A pass without gradients is a third of the operations; of Tandem's trainer without what only tokens that predict
-  nothing would need: their logits and, on ranks that hold whole layers, what is behind the attention of the last layer.
+  operations of attention of the real ones. A pass without gradients is a third of the operations. Tandem's trainer computes less (``packed_samples``): what
+  samples begin with in common once, and no logits of tokens that predict nothing, nor what is behind the attention of the last layer for them.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
-from tandem.estimate.rl_work import has_whole_layers
+from tandem.estimate.packed_samples import Packing, Samples, packed, sharing_of
+from tandem.estimate.prompt_beginnings import NOT_KNOWN, Prompts
 from tandem.estimate.serving.engine_memory import predict_engine_memory
 from tandem.estimate.serving.kv_cache import held_tokens
 from tandem.estimate.serving.layout import ServingLayout
@@ -26,6 +28,7 @@ from tandem.estimate.serving.throughput import written_tokens
 from tandem.estimate.time import ALL_PREDICT, Predicting, forward_products
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
+from tandem.estimate.training.step_time import StepTime
 from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
@@ -45,7 +48,9 @@ class RLStep:
     ``budget_tokens``: of partial rollouts, 0: off. ``rounds``: of rollout. ``passes``: without gradients, and ``trained``: how many models are trained, all
     counted as of the actor's size (old log-probabilities, reference, critic, reward model). ``minibatches`` and ``epochs``: of the update. ``draft_passes``:
     what an update of a draft head takes, in passes of the actor without gradients. ``micro_batch_tokens``: of a pass. ``held_bytes``: what the trainer holds
-    on a GPU. ``is_ahead``: the samples of the next step are drawn while a step trains. ``speculation``: of the engines."""
+    on a GPU. ``is_ahead``: the samples of the next step are drawn while a step trains. ``speculation``: of the engines. ``alike``:
+    what prompts begin with in common, and ``begun`` of ``packed_samples.Samples``; ``replays_routing``: the trainer sends tokens to the experts to which an
+    engine sent them."""
 
     prompts: int
     group: int
@@ -65,6 +70,9 @@ class RLStep:
     held_bytes: int = 0
     is_ahead: bool = False
     speculation: Speculation | None = None
+    alike: Prompts | None = None
+    begun: float = 0.0
+    replays_routing: bool = False
 
     def check(self) -> None:
         """Raises ``UserError`` for what cannot be predicted."""
@@ -190,12 +198,44 @@ def _training_seconds(shapes: ModelShapes, hardware: Hardware, step: RLStep, tok
     # The passes are those of whole micro-batches; operations scale with the tokens that are there, what is once a step does not.
     once = time.optimizer + time.data_communication
     filled = tokens / step.minibatches / (shaped.global_batch * sequence)
-    predicting = Predicting(outputs.mean / (prompts.mean + outputs.mean), has_whole_layers(layout.parallel) and layout.precision != "fp8")
-    inferred = _forward_flops(shapes, predicting) / _forward_flops(shapes, ALL_PREDICT) if layout.trainer else 1.0
-    computed = inferred * time.products + time.attention + time.memory_bound
+    update, inferred = _shares_computed(shapes, step)
     sent = time.tensor_communication + time.expert_communication + time.context_communication
-    forward = computed / 3 + sent / 2 + (time.bubble + time.pipeline_communication) / 3
-    return once + filled * (time.seconds - once), step.minibatches * filled * forward
+    forward = inferred.computed(time) / 3 + inferred.tokens * (sent / 2 + (time.bubble + time.pipeline_communication) / 3)
+    trained = update.computed(time) + update.tokens * (time.seconds - once - time.products - time.attention - time.memory_bound)
+    return once + filled * trained, step.minibatches * filled * forward
+
+
+class _Share(NamedTuple):
+    """What a pass of Tandem's trainer computes, as shares of what it would if each sequence were computed by itself, with every token in all of it."""
+
+    tokens: float = 1.0
+    products: float = 1.0
+    attention: float = 1.0
+
+    def computed(self, time: StepTime) -> float:
+        """Returns the seconds of what ``time`` has on the GPUs in a forward and a backward pass."""
+        return self.products * time.products + self.attention * time.attention + self.tokens * time.memory_bound
+
+
+def _shares_computed(shapes: ModelShapes, step: RLStep) -> tuple[_Share, _Share]:
+    """Returns the shares of an update and of a pass without gradients; those of a trainer of the literature are whole."""
+    layout = step.training
+    if layout.trainer is None:
+        return _Share(), _Share()
+    trainer = replace(layout.trainer, precision=layout.precision, micro_batch_tokens=step.micro_batch_tokens)
+    sharing = sharing_of(shapes, trainer, layout.parallel, step.replays_routing)
+    prompts = replace(step.alike or NOT_KNOWN, mean=step.prompt_lengths.mean, square=step.prompt_lengths.moment(2))
+
+    def share(count: float, packing: Packing, ends_early: bool) -> _Share:
+        samples = Samples(prompts, count, step.group, step.output_lengths.mean, step.output_lengths.moment(2), step.begun)
+        made, whole = packed(samples, packing), packed(samples, Packing(packing.most_tokens))
+        products = made.tokens * _forward_flops(shapes, made.predicting(ends_early)) / (whole.tokens * _forward_flops(shapes, ALL_PREDICT))
+        return _Share(made.tokens / whole.tokens, products, made.tokens * made.context / (whole.tokens * whole.context))
+
+    return (
+        share(step.prompts / step.minibatches, sharing.update, sharing.update_ends_early),
+        share(step.prompts, sharing.inference, sharing.inference_ends_early),
+    )
 
 
 def _forward_flops(shapes: ModelShapes, predicting: Predicting) -> float:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.draft_work import draft_work
-from tandem.estimate.time import ALL_PREDICT, Predicting, Work, generation_work, training_work
+from tandem.estimate.packed_samples import Packing, Samples, packed, sharing_of
+from tandem.estimate.prompt_beginnings import Prompts
+from tandem.estimate.time import Work, generation_work, training_work
 from tandem.estimate.training.layout import DraftTraining
 from tandem.layout.shapes import ModelShapes
 
@@ -45,91 +46,84 @@ class RLWork(NamedTuple):
     sft: tuple[Work, ...]
 
 
-class Packed(NamedTuple):
-    """``tokens`` that go through a network, and the ``context`` of half of which they attend to on average, as the tokens of whole sequences of that
-    length do."""
-
-    tokens: float
-    context: float
-
-
-def packed_group(prompt_tokens: float, completion_tokens: float, samples: int, share_prompts: bool) -> Packed:
-    """Returns what a group of ``samples`` completions of a prompt is in training: ``share_prompts``: the prompt is computed once, and every completion
-    attends to it."""
-    length = prompt_tokens + completion_tokens
-    if not share_prompts:
-        return Packed(samples * length, length)
-    tokens = prompt_tokens + samples * completion_tokens
-    # Twice the sum over tokens of those before them.
-    attended = prompt_tokens**2 + samples * completion_tokens * (2 * prompt_tokens + completion_tokens)
-    return Packed(tokens, attended / tokens)
-
-
-def has_whole_layers(parallel: ParallelConfig) -> bool:
-    """Returns whether a rank computes its layers alone, as it must to leave out tokens of the last one."""
-    return parallel.tensor == parallel.context == parallel.expert == parallel.pipeline == 1
-
-
 def forward_and_backward(trainer: TrainerConfig) -> float:
     """Returns the forward passes that the forward and the backward pass of an update are worth."""
     return FORWARD_AND_BACKWARD + (trainer.recompute == "full")
 
 
-def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_tokens: float, *, waits: bool = True) -> RLWork:
-    """Returns the work for prompts and completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows. ``waits``: with that of
-    ranks that wait for the one that has a draft head."""
-    rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
-    length, group = prompt_tokens + completion_tokens, algorithm.group_size
-    ends_early = has_whole_layers(recipe.parallel) and trainer.precision != "fp8"
-    drawn = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step)
+def samples_of(recipe: Recipe, prompts: Prompts, count: float, completion_tokens: float, begun: float = 0.0, is_scored: bool = False) -> Samples:
+    """Returns the samples of ``count`` prompts whose completions all have ``completion_tokens``."""
+    return Samples(prompts, count, recipe.algorithm.group_size, completion_tokens, completion_tokens**2, begun, is_scored)
 
-    def generation(prompts: int, samples: int) -> Work:
+
+def rl_work(
+    recipe: Recipe, models: RLModels, prompts: Prompts, completion_tokens: float, begun: float = 0.0, *, waits: bool = True
+) -> RLWork:
+    """Returns the work for completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows. ``begun``: of ``Samples``.
+    ``waits``: with that of ranks that wait for the one that has a draft head."""
+    rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
+    length, group, most = prompts.mean + completion_tokens, algorithm.group_size, trainer.micro_batch_tokens
+    step_prompts, drawn = rollout.prompts_per_step, algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step)
+
+    def generation(prompts_drawn: int, samples: int) -> Work:
         engine = rollout.engine
         return generation_work(
-            models.actor, trainer.dtype, prompts, prompt_tokens, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
+            models.actor, trainer.dtype, prompts_drawn, prompts.mean, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
         )
 
-    def passes(
-        shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts, backward: float = 0,
-        predicted: float = 0.0,
-    ) -> Work:
-        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three, of which ``backward`` are such pairs. ``predicted``:
-        tokens of a sample that passes without gradient are for (0: all)."""
-        each = packed_group(prompt_tokens, completion_tokens, group, shared)
-        predicting = Predicting(group * predicted / each.tokens, ends_early) if predicted else ALL_PREDICT
-        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates, backward, predicting)
+    def update(shapes: ModelShapes, replays: bool) -> Work:
+        sharing = sharing_of(shapes, trainer, recipe.parallel, replays)
+        each = packed(samples_of(recipe, prompts, step_prompts / algorithm.minibatches, completion_tokens, begun), sharing.update)
+        tokens, epochs = algorithm.minibatches * each.tokens, algorithm.epochs
+        return training_work(
+            shapes, trainer.dtype, tokens, each.context, most, epochs * forward_and_backward(trainer), epochs * algorithm.minibatches, epochs,
+            each.predicting(sharing.update_ends_early),
+        )
 
-    trained, updates = algorithm.epochs * forward_and_backward(trainer), algorithm.epochs * algorithm.minibatches
-    inferred = (algorithm.old_logprobs == "recompute") + recipe.has_shared_critic
+    def inferred(shapes: ModelShapes, count: float, replays: bool = False, is_scored: bool = False) -> Work:
+        sharing = sharing_of(shapes, trainer, recipe.parallel, replays)
+        # Whole sequences are what a reward model is given for prompts, which seldom are equal.
+        packing = sharing.inference._replace(keeps_groups=False, counts_once=False) if is_scored else sharing.inference
+        each = packed(samples_of(recipe, prompts, count, completion_tokens, begun, is_scored), packing)
+        return training_work(shapes, trainer.dtype, each.tokens, each.context, most, 1, 0, predicting=each.predicting(sharing.inference_ends_early))
+
+    replays = recipe.replays_routing(models.actor.experts is not None)
     inference = list[Work]()
-    training = [passes(models.actor, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs)]
-    if inferred:
-        training.append(passes(models.actor, rollout.prompts_per_step, inferred, predicted=completion_tokens))
+    training = [update(models.actor, replays)]
+    if algorithm.old_logprobs == "recompute":
+        training.append(inferred(models.actor, step_prompts, replays))
+    elif algorithm.minibatches > 1:
+        # What the first update does not see is compared with the log-probabilities of the rollout before it.
+        training.append(inferred(models.actor, step_prompts * (1 - 1 / algorithm.minibatches), replays))
+    if recipe.has_shared_critic:
+        training.append(inferred(models.actor, step_prompts, replays))
     if algorithm.needs_reference:
-        inference.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1, predicted=completion_tokens))
+        inference.append(inferred(models.teacher or models.actor, step_prompts))
         if recipe.has_rounds and "reference" in recipe.rewards.needs:
-            inference.append(passes(models.teacher or models.actor, drawn, 1, predicted=completion_tokens))
+            inference.append(inferred(models.teacher or models.actor, drawn))
     if models.critic is not None:
-        inference.append(passes(models.critic, rollout.prompts_per_step, 1, predicted=completion_tokens))
-        training.append(passes(models.critic, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs))
+        inference.append(inferred(models.critic, step_prompts))
+        training.append(update(models.critic, False))
     if models.draft is not None:
         # Every sample with its prompt, once.
-        tokens = float(rollout.prompts_per_step * group * length)
+        tokens = float(step_prompts * group * length)
         waiting = recipe.parallel.world // recipe.parallel.data if waits else 1
-        training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, trainer.micro_batch_tokens, waiting))
+        training.append(draft_work(models.actor, models.draft, trainer.dtype, tokens, length, most, waiting))
     if models.reward_model is not None:
-        # Its score is that of the last token.
-        inference.append(passes(models.reward_model, drawn, 1, shared=False, predicted=1))
+        inference.append(inferred(models.reward_model, drawn, is_scored=True))
     sft = recipe.sft
+    demonstrations = () if sft is None else (_demonstrated(recipe, models.actor, prompts, completion_tokens),)
     return RLWork(
         (generation(algorithm.prompts_per_round(rollout.prompts_per_step), group),) * algorithm.rounds,
-        tuple(inference),
-        tuple(training),
-        (generation(evaluation.prompts, 1),),
-        (generation(evaluation.final_prompts, 1),),
-        () if sft is None else (
-            training_work(
-                models.actor, trainer.dtype, sft.batch_size * length, length, trainer.micro_batch_tokens, forward_and_backward(trainer), 1, 1
-            ),
-        ),
-    )  # fmt: skip
+        tuple(inference), tuple(training), (generation(evaluation.prompts, 1),), (generation(evaluation.final_prompts, 1),), demonstrations,
+    )
+
+
+def _demonstrated(recipe: Recipe, actor: ModelShapes, prompts: Prompts, completion_tokens: float) -> Work:
+    """Returns the work of a step of section ``sft``, of which the head sees what the completions' tokens are predicted from."""
+    assert recipe.sft is not None
+    trainer = recipe.trainer
+    each = packed(Samples(prompts, recipe.sft.batch_size, 1, completion_tokens, completion_tokens**2), Packing(trainer.micro_batch_tokens))
+    return training_work(
+        actor, trainer.dtype, each.tokens, each.context, trainer.micro_batch_tokens, forward_and_backward(trainer), 1, 1, each.predicting(ends_early=False)
+    )

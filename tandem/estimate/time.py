@@ -35,14 +35,14 @@ class Product(NamedTuple):
 
 
 class Predicting(NamedTuple):
-    """Which tokens of a pass without gradient predict another: the ``share`` of them that the head reads (``model.decoder.Decoder.outputs``). ``ends_early``:
-    the last layer has the others in its attention alone, where it has no experts."""
+    """What a pass computes for a token on average: ``head``, the rows that the head reads (``model.decoder.Decoder.outputs``), and ``behind``, those that the
+    last layer has behind its attention, where it has no experts (``Decoder.wanting``)."""
 
-    share: float
-    ends_early: bool
+    head: float = 1.0
+    behind: float = 1.0
 
 
-ALL_PREDICT = Predicting(1.0, ends_early=False)
+ALL_PREDICT = Predicting()
 
 
 class Speed(NamedTuple):
@@ -107,14 +107,15 @@ def training_work(
     predicting: Predicting = ALL_PREDICT,
 ) -> Work:
     """Returns the work of ``passes`` passes over ``tokens`` tokens in sequences of ``sequence_tokens``, a forward and a backward pass being three, of which
-    ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written.
-    ``predicting``: of the passes without a backward pass."""
+    ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written. Beside such
+    pairs, passes are layers that are computed again."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
     moved = float(updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes))
     moved += passes * tokens * elementwise_bytes(shapes, DTYPE_BYTES[dtype])
-    products = forward_products(shapes, rows, backward * tokens / rows, with_head=shapes.language_head, trains=True) if backward else {}
+    products = forward_products(shapes, rows, backward * tokens / rows, shapes.language_head, True, predicting) if backward else {}
     if (forward := passes - 3 * backward) > 0:
-        for product, times in forward_products(shapes, rows, forward * tokens / rows, shapes.language_head, predicting=predicting).items():
+        made = forward_products(shapes, rows, forward * tokens / rows, shapes.language_head and not backward, predicting=predicting, is_again=backward > 0)
+        for product, times in made.items():
             products[product] = products.get(product, 0.0) + times
     recurrent = recurrence_flops(shapes, tokens, passes - 3 * backward, backward)
     return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens) + recurrent, moved)
@@ -137,10 +138,10 @@ def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0
 
 
 def forward_products(
-    shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False, predicting: Predicting = ALL_PREDICT
+    shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False, predicting: Predicting = ALL_PREDICT, is_again: bool = False
 ) -> dict[Product, float]:
     """Returns the products of a forward pass of ``rows`` tokens, ``times`` over, with their backward pass if it ``trains``; a token of a mixture of experts
-    visits its own."""
+    visits its own. ``is_again``: it ends in each layer as soon as all is there that a gradient is computed from (``model.recompute``)."""
     hidden, products = shapes.hidden_size, dict[Product, float]()
 
     def add(rows: int, outputs: int, inputs: int, count: float, is_head: bool = False) -> None:
@@ -150,7 +151,7 @@ def forward_products(
     for layer in range(shapes.num_hidden_layers):
         experts, inner, each, visited = shapes.experts_of(layer), shapes.intermediate_size, rows, 1
         # Behind the attention of the last layer.
-        share = predicting.share if predicting.ends_early and layer == shapes.num_hidden_layers - 1 and experts is None else 1.0
+        share = predicting.behind if layer == shapes.num_hidden_layers - 1 and experts is None else 1.0
         if shapes.latent is None:
             *into, output = shapes.matrices_of_attention(layer)
             for matrix in into:
@@ -163,10 +164,12 @@ def forward_products(
             visited = min(experts.num_experts, rows * experts.num_experts_per_tok)
             inner, each = experts.intermediate_size, max(1, rows * experts.num_experts_per_tok // visited)
         add(each, (shapes.mlp_matrices - 1) * inner, hidden, visited * share)
-        add(each, hidden, inner, visited * share)
+        # Of the last product of a layer no gradient needs the result, unless a norm or a gate follows.
+        if not is_again or shapes.post_norms or experts is not None:
+            add(each, hidden, inner, visited * share)
     if with_head:
         # A kernel of its own has the head's three products, a chunk of the vocabulary at a time.
-        add(rows, shapes.vocab_size, hidden, 3 if trains else predicting.share, is_head=True)
+        add(rows, shapes.vocab_size, hidden, predicting.head * (3 if trains else 1), is_head=True)
     return products
 
 

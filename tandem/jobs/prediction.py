@@ -1,6 +1,7 @@
 """The predicted seconds of a run's phases on this machine, made before its first step from its model's own products, which its ranks measure."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -9,6 +10,7 @@ from tandem.config.recipe import Recipe
 from tandem.estimate.draft_work import draft_work
 from tandem.estimate.hardware.hardware import DISK_BANDWIDTH
 from tandem.estimate.model_bytes import trained_bytes
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.resident_bytes import resident_bytes
 from tandem.estimate.rl_work import forward_and_backward, rl_work
 from tandem.estimate.time import Product, Speed, Work, training_work
@@ -26,11 +28,11 @@ Measure = Callable[[Sequence[Product]], Mapping[str, Any]]
 """Returns what a machine was measured to do, as ``kernels.measure`` does."""
 
 
-def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, prompt_tokens: float, measure: Measure) -> dict[str, Any]:
+def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, prompts: Prompts, measure: Measure, begun: float = 0.0) -> dict[str, Any]:
     """Returns what the journal keeps of the predicted seconds of a step of reinforcement learning, and of those that its measurement took. ``shapes``: of the
-    actor."""
+    actor; ``prompts``: of a step; ``begun``: of ``packed_samples.Samples``, as measured by steps before."""
     models, lengths = rl_models(recipe, shapes), sorted({SHORTEST, recipe.rollout.max_tokens})
-    made = [rl_work(recipe, models, prompt_tokens, length) for length in lengths]
+    made = [rl_work(recipe, models, prompts, length, begun) for length in lengths]
     began = perf_counter()
     speed = measured_speed([work for each in made for part in (each.generation, each.inference, each.training) for work in part], measure)
     took_s = perf_counter() - began
@@ -47,7 +49,7 @@ def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, pro
     for length, each in zip(lengths, made, strict=True):
         phases = {"train": _sum(each.training, speed) / ranks, "rollout": _sum(each.generation, speed) / engines, "switch": switch, "weight update": update}
         at.append([length, phases | ({"inference": _sum(each.inference, speed) / ranks} if each.inference else {})])
-    return {"at": at, "bytes_per_s": speed.bytes_per_s, "prompt_tokens": prompt_tokens, "took_s": took_s}
+    return {"at": at, "bytes_per_s": speed.bytes_per_s, "prompts": asdict(prompts), "took_s": took_s}
 
 
 def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measure) -> dict[str, Any]:

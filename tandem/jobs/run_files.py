@@ -31,7 +31,7 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_lock import RunLock
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 from tandem.types import RunError
 
 PRIVATE = 0o700
@@ -85,10 +85,7 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
     """Writes ``config.yaml`` by one atomic rename."""
     data = with_run_paths(to_mapping(recipe), directory, directory.parent if directory.name == SFT_FOLDER else directory)
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-    fresh = directory / "config.yaml.tmp"
-    fresh.write_text(text, encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(directory / "config.yaml")
+    replace_file(directory / "config.yaml", text)
 
 
 @contextlib.contextmanager

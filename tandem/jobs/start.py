@@ -232,5 +232,5 @@ def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) ->
         from tandem.jobs.checks.check_rl import check_rl_run
 
         plan = check_rl_run(recipe)
-        lines = [*plan.lines(), describe_rl_time(recipe, plan.prompt_tokens)]
+        lines = [*plan.lines(), describe_rl_time(recipe, plan.prompts)]
     return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *([layout] if layout else []), *lines])

@@ -13,6 +13,7 @@ from tandem.config.recipe import Recipe
 from tandem.config.watchdog import WatchdogConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.tools.load import tool_files
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.jobs.checks.check_rl import check_pod
 from tandem.jobs.corrupt_nodes import cordon_corrupt
 from tandem.jobs.distrust import distrust
@@ -45,6 +46,7 @@ from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
+from tandem.planner.measured_run import measured_run
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
 from tandem.pod.nodes import Nodes
@@ -76,6 +78,7 @@ from tandem.runtime.records.entropies import EntropyFile
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.local_checkpoints import forget_local
 from tandem.runtime.records.logs import setup
+from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.trainer.corruption.finding import SilentCorruption
@@ -180,7 +183,7 @@ def _execute(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=RoundPrompts(prompts, recipe, journal),
             rewards=rewards, memory=planned.host, trigger=trigger, watchdog=watchdog, uploader=uploader,
         )  # fmt: skip
-        _predict(pod, recipe, shapes, prompts)
+        _predict(pod, recipe, shapes, prompts, metrics)
         records.begin_rows()
         try:
             steps = reinforce(pod, run)
@@ -191,12 +194,13 @@ def _execute(
         return _finish(pod, run, steps)
 
 
-def _predict(pod: Pod, recipe: Recipe, shapes: ModelShapes, prompts: PromptSource) -> None:
-    """Journals the predicted seconds of the phases of a step, from the speed that the trainer's ranks measure."""
-    first = prompts.for_step(0)
-    tokens = sum(len(prompt.token_ids) for prompt in first) / len(first)
+def _predict(pod: Pod, recipe: Recipe, shapes: ModelShapes, prompts: PromptSource, metrics: MetricsFile) -> None:
+    """Journals the predicted seconds of the phases of a step, from the speed that the trainer's ranks measure and, in a run that is resumed, from how much its
+    completions begin alike."""
+    first, rows = Prompts.of([prompt.token_ids for prompt in prompts.for_step(0)]), metrics.rows()
+    begun = measured_run(recipe, shapes, rows, first).begun if rows else 0.0
     try:
-        pod.journal.set(PREDICTION_KEY, rl_prediction(recipe, shapes, pod.residency, tokens, pod.trainer.measure))
+        pod.journal.set(PREDICTION_KEY, rl_prediction(recipe, shapes, pod.residency, first, pod.trainer.measure, begun))
     except SidecarDied as death:
         # The loop replaces it; a prediction is not worth a restart of its own.
         pod.records.callback.message(f"{death}; the time of this run is not predicted")

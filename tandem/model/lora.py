@@ -59,7 +59,7 @@ class LoraLayer(NamedTuple):
     ba: LowRank | None = None
 
 
-class Stacks(NamedTuple):
+class AdapterStacks(NamedTuple):
     """The adapters' updates of every layer, or of a module of transformers by the names of its linear layers."""
 
     layers: list[LoraLayer]
@@ -70,12 +70,12 @@ class LoraBatch(NamedTuple):
     """The rows [R] int64 of a flat batch that have an adapter, sorted by slot: slot s has ``rows[bounds[s]:bounds[s + 1]]`` (int64 [S +
     1])."""
 
-    stacks: Stacks
+    stacks: AdapterStacks
     rows: Tensor
     bounds: Tensor
 
 
-def lora_batch(stacks: Stacks, slots: Tensor, count: int) -> LoraBatch | None:
+def lora_batch(stacks: AdapterStacks, slots: Tensor, count: int) -> LoraBatch | None:
     """Returns the batch for the slot of every token (``slots[T]`` int64, -1: no adapter), of ``count`` slots; ``None`` if no token has an
     adapter."""
     order = slots.argsort(stable=True)
@@ -87,7 +87,7 @@ def lora_batch(stacks: Stacks, slots: Tensor, count: int) -> LoraBatch | None:
 
 def stack(
     adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, shard_spec: ShardSpec = WHOLE
-) -> Stacks:
+) -> AdapterStacks:
     """Returns the stacks for ``adapters`` in their slots (``None``: a free slot), in the dtype and on the device of ``like``.
     ``shard_spec``: returns what the rank with this shard spec needs."""
     if shapes.transformers is not None:
@@ -96,7 +96,7 @@ def stack(
             if any(adapter is not None and (ANY_LAYER, name) in adapter.matrices for adapter in adapters):
                 held = [shard_slices(shapes, f"{name}.weight", shapes.transformers.shape_of(f"{name}.weight"), shard_spec)]
                 linears[name] = _low_rank(adapters, ANY_LAYER, (name,), held, kernels, max_rank, like)
-        return Stacks([], linears)
+        return AdapterStacks([], linears)
     layers, whole = [], dict(parameters(shapes))
     for layer in range(shapes.num_hidden_layers):
         fused = {}
@@ -107,7 +107,7 @@ def stack(
                 held = [shard_slices(shapes, name, whole[name], shard_spec) for name in names]
                 fused[name] = _low_rank(adapters, layer, parts, held, kernels, max_rank, like)
         layers.append(LoraLayer(**fused))
-    return Stacks(layers, {})
+    return AdapterStacks(layers, {})
 
 
 def _low_rank(

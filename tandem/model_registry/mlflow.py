@@ -3,14 +3,15 @@ lineage and metrics are tags."""
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.model_registry.files import check_files
 from tandem.model_registry.versions import NewVersion, Stage, Version, stage_named
+from tandem.storage.files import one_line_errors
 from tandem.types import RunError, UserError
 
 _PREFIX = "tandem."
@@ -29,7 +30,7 @@ class MlflowRegistry:
             raise UserError(f"the registry '{uri}' needs MLflow, which is not installed; pip install 'tandem-rl[mlflow]'") from None
         self._uri = uri
         check_connection(uri)
-        with one_line_errors(uri):
+        with mlflow_errors(uri):
             self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     def close(self) -> None:
@@ -40,7 +41,7 @@ class MlflowRegistry:
         there = [version for version in self.versions(entry.name) if version.entry.digest == entry.digest]
         if there:
             return there[0]
-        with one_line_errors(self._uri):
+        with mlflow_errors(self._uri):
             if not self._client.search_registered_models(f"name = '{entry.name}'"):
                 self._client.create_registered_model(entry.name)
             tags = {f"{_PREFIX}{name}": value for name, value in _tags(entry).items()}
@@ -48,7 +49,7 @@ class MlflowRegistry:
         return _version(created)
 
     def versions(self, name: str = "") -> list[Version]:
-        with one_line_errors(self._uri):
+        with mlflow_errors(self._uri):
             entries: list[Any] = []
             token = None
             while True:
@@ -67,7 +68,7 @@ class MlflowRegistry:
         name = version.entry.name
         if stage in ("staging", "production"):
             check_files(version)
-        with one_line_errors(self._uri):
+        with mlflow_errors(self._uri):
             if stage == "production":
                 for former in self.versions(name):
                     if former.stage == "production" and former.number != version.number:
@@ -112,13 +113,6 @@ def check_connection(uri: str) -> None:
         raise RunError(f"no MLflow server answers at '{uri}' ({error}); start it, or name another address") from None
 
 
-@contextmanager
-def one_line_errors(uri: str) -> Iterator[None]:
+def mlflow_errors(uri: str) -> AbstractContextManager[None]:
     """Raises ``RunError`` of one line for any error of MLflow."""
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except Exception as error:  # MLflow raises errors of every library below it
-        text = " ".join(str(error).split())
-        raise RunError(f"MLflow at '{uri}' does not answer as it should: {type(error).__name__}: {text[:300]}") from None
+    return one_line_errors(f"MLflow at '{uri}'")

@@ -1,6 +1,6 @@
 """The step of a recipe of reinforcement learning on GPUs, with a layout of its trainer. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -8,10 +8,12 @@ from tandem.config.recipe import Recipe
 from tandem.estimate.draft_work import draft_passes
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.speculation import Speculation
 from tandem.layout.shapes import ModelShapes
+from tandem.planner.measured_run import MeasuredRun, read_measured_run
 from tandem.planner.recipe_step import sequence_tokens
 from tandem.planner.score import Score
 from tandem.pod.rl_models import engine_draft
@@ -31,24 +33,44 @@ class RLPlan:
 
 
 def described_rl_step(
-    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None, draft_acceptance: float | None = None
+    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None, draft_acceptance: float | None = None,
+    shared_prefix: int | None = None, measured: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Returns the predicted step of ``recipe`` with the layout of ``scored``, on whose GPUs the engines are as well, as text and as an object; of an engine
-    that does not fit, the reason. Lengths that are ``None`` are assumed; without ``draft_acceptance``, that drafts save nothing. Raises ``UserError`` for
-    lengths that no sequence has and an acceptance that no draft has."""
-    prompts, outputs, assumed = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    that does not fit, the reason. ``measured``: the folder of a run, which gives what is ``None``. Lengths that neither gives are assumed, and that drafts
+    save nothing and no prompts begin alike. Raises ``UserError`` for lengths that no sequence has, an acceptance that no draft has, and a folder of no run."""
     config = recipe.rollout.engine.speculative_config
     if draft_acceptance is not None and config is None:
         raise UserError("--draft-acceptance is given and the recipe has no rollout.engine.speculative_config; leave it out or name the drafts")
     if draft_acceptance is not None and not 0 <= draft_acceptance <= 1:
         raise UserError(f"--draft-acceptance is {draft_acceptance:g}; it must be from 0 to 1")
+    run = None if measured is None else read_measured_run(measured, scored.shapes)
+    given = [("prompts", prompt_tokens), ("completions", response_tokens)]
+    if run is not None:
+        prompt_tokens = prompt_tokens if prompt_tokens is not None else round(run.prompts.mean)
+        response_tokens = response_tokens if response_tokens is not None else max(1, round(run.response_tokens))
+        draft_acceptance = draft_acceptance if draft_acceptance is not None or config is None else run.draft_acceptance
+    prompts, outputs, assumed = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    if shared_prefix is not None and not 0 <= shared_prefix <= prompts.mean:
+        raise UserError(f"--shared-prefix is {shared_prefix}; it must be from 0 to {prompts.mean:,.0f}, the mean tokens of a prompt")
     if config is not None and draft_acceptance is None:
         assumed = ", ".join(filter(None, (assumed, f"drafts by '{config.method}' that save nothing (--draft-acceptance)")))
+    alike = Prompts.with_prefix(prompts.mean, shared_prefix) if shared_prefix else None if run is None or shared_prefix == 0 else run.prompts
     try:
-        plan = plan_rl_step(recipe, scored, prompts, outputs, assumed, draft_acceptance)
+        plan = plan_rl_step(recipe, scored, prompts, outputs, assumed, draft_acceptance, alike, 0.0 if run is None else run.begun)
     except UserError as error:
         return f"step of reinforcement learning: not predicted, {error}", {"refused": str(error)}
-    return rl_text(plan), rl_json(plan)
+    figures = rl_json(plan) | {"measured": None if run is None else {"run": measured, "begun": run.begun, "draft_acceptance": run.draft_acceptance}}
+    return "\n".join([rl_text(plan), *([] if run is None else [_measured_line(str(measured), run, [name for name, value in given if value is None])])]), figures
+
+
+def _measured_line(folder: str, run: MeasuredRun, lengths: Sequence[str]) -> str:
+    """Returns what a plan has from the run in ``folder``. ``lengths``: which of its mean lengths."""
+    means = {"prompts": run.prompts.mean, "completions": run.response_tokens}
+    said = [f"{name} of {means[name]:,.0f} tokens on average" for name in lengths]
+    said += [f"{run.begun:.0%} of the completions' tokens begin as another one of the group does"] if run.begun else []
+    said += [f"a draft token is accepted with probability {run.draft_acceptance:.2g}"] if run.draft_acceptance is not None else []
+    return f"  measured by '{folder}': {', '.join(said) or 'nothing that is used here'}"
 
 
 def _lengths(
@@ -72,22 +94,26 @@ def _lengths(
 
 
 def plan_rl_step(
-    recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "", draft_acceptance: float | None = None
+    recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "", draft_acceptance: float | None = None,
+    alike: Prompts | None = None, begun: float = 0.0,
 ) -> RLPlan:
-    """Returns the predicted step of ``recipe``, with these lengths; without ``draft_acceptance`` as if nothing were drafted. Raises ``UserError`` for an engine
-    that does not fit, and a folder of drafts that cannot be one."""
+    """Returns the predicted step of ``recipe``, with these lengths; without ``draft_acceptance`` as if nothing were drafted. ``alike`` and ``begun``: of
+    ``RLStep``. Raises ``UserError`` for an engine that does not fit, and a folder of drafts that cannot be one."""
     rollout, algorithm, shapes, parallel = recipe.rollout, recipe.algorithm, scored.shapes, scored.layout.parallel
     has_critic = algorithm.name == "ppo" and not recipe.has_shared_critic
     has_reward_model = bool(recipe.reward_model.path)
+    # Without old log-probabilities, those of all but the first minibatch are compared with the rollout's.
+    own_passes = 1.0 if algorithm.old_logprobs == "recompute" else 1 - 1 / algorithm.minibatches
     step = RLStep(
         prompts=rollout.prompts_per_step, group=algorithm.group_size, prompt_lengths=prompts, output_lengths=outputs, training=scored.layout,
         engine=_engine(recipe, shapes, scored.hardware, scored.layout.gpus), engines=_engines(recipe, scored.layout.gpus), budget_tokens=rollout.budget_tokens,
-        rounds=algorithm.rounds, passes=float(algorithm.old_logprobs == "recompute") + algorithm.needs_reference + has_critic + has_reward_model,
+        rounds=algorithm.rounds, passes=own_passes + recipe.has_shared_critic + algorithm.needs_reference + has_critic + has_reward_model,
         trained=1 + has_critic,
         draft_passes=0.0 if recipe.draft is None else draft_passes(shapes, recipe.draft.draft_steps, parallel.tensor * parallel.pipeline),
         minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
         speculation=None if draft_acceptance is None else _speculation(recipe, shapes, draft_acceptance),
+        alike=alike, begun=begun, replays_routing=recipe.replays_routing(shapes.experts is not None),
     )  # fmt: skip
     return RLPlan(step, predict_rl_step(shapes, scored.hardware, step), assumed)
 

@@ -229,10 +229,17 @@ def _disk(path: Path) -> Iterator[None]:
 @contextmanager
 def service_errors(url: str) -> Iterator[None]:
     """Raises ``RunError`` for any error of the storage at ``url`` but a missing file."""
+    with one_line_errors(f"'{url}'", FileNotFoundError):
+        yield
+
+
+@contextmanager
+def one_line_errors(service: str, *passed: type[Exception]) -> Iterator[None]:
+    """Raises ``RunError`` of one line that names the ``service`` for any error of it and of every library below it, but for those that are ``passed`` on."""
     try:
         yield
-    except (FileNotFoundError, RunError, UserError):
-        raise
-    except Exception as error:  # every backend has errors of its own
+    except Exception as error:
+        if isinstance(error, (RunError, UserError, *passed)):
+            raise
         text = " ".join(str(error).split())
-        raise RunError(f"'{url}' does not answer as it should: {type(error).__name__}: {text[:300]}") from None
+        raise RunError(f"{service} does not answer as it should: {type(error).__name__}: {text[:300]}") from None

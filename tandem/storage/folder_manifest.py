@@ -150,5 +150,13 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file, whole or not at all: under another name, flushed to the disk, and by one atomic rename."""
+    fresh = path.with_name(f"{path.name}.tmp")
+    fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    sync_path(fresh)
+    fresh.replace(path)
+
+
 def _is_listed(name: str) -> bool:
     return name != MANIFEST and not name.startswith(".")

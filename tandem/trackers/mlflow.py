@@ -13,7 +13,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from tandem.model_registry.mlflow import check_connection, one_line_errors
+from tandem.model_registry.mlflow import check_connection, mlflow_errors
 from tandem.trackers.service_run import forget_service_run, keep_service_run, known_service_run
 from tandem.trackers.tracker import RunFacts, SampleRow, Status, Value
 
@@ -36,7 +36,7 @@ class Mlflow:
 
     def begin(self, facts: RunFacts, first_step: int) -> int:
         self._metrics = []
-        with one_line_errors(self._connect(facts)):
+        with mlflow_errors(self._connect(facts)):
             run_id = known_service_run(facts.directory, SERVICE)
             is_new = run_id is None or not self._is_there(run_id)
             if run_id is None or is_new:
@@ -52,7 +52,7 @@ class Mlflow:
 
     def restart(self, facts: RunFacts) -> None:
         """Deletes the MLflow run; until it is purged there, MLflow can restore it."""
-        with one_line_errors(self._connect(facts)):
+        with mlflow_errors(self._connect(facts)):
             run_id = known_service_run(facts.directory, SERVICE)
             if run_id is not None and self._is_there(run_id):
                 self._client.delete_run(run_id)
@@ -75,12 +75,12 @@ class Mlflow:
     def flush(self) -> None:
         check_connection(self._uri)
         metrics, self._metrics = self._metrics, []
-        with one_line_errors(self._uri):
+        with mlflow_errors(self._uri):
             for first in range(0, len(metrics), _MOST_METRICS):
                 self._client.log_batch(self._run_id, metrics=metrics[first : first + _MOST_METRICS])
 
     def artefact(self, path: Path) -> None:
-        with one_line_errors(self._uri):
+        with mlflow_errors(self._uri):
             self._client.set_tag(self._run_id, f"tandem.{path.stem}", str(path.resolve()))
             if path.is_file():
                 self._client.log_artifact(self._run_id, str(path))
@@ -88,14 +88,14 @@ class Mlflow:
     def finish(self, status: Status) -> None:
         if self._run_id:
             check_connection(self._uri)
-            with one_line_errors(self._uri):
+            with mlflow_errors(self._uri):
                 self._client.set_terminated(self._run_id, "FINISHED" if status == "finished" else "KILLED")
 
     def _connect(self, facts: RunFacts) -> str:
         self._uri = self._uri or f"sqlite:///{facts.directory.resolve().parent / DATABASE}"
         check_connection(self._uri)
         if self._client is None:
-            with one_line_errors(self._uri):
+            with mlflow_errors(self._uri):
                 self._client = MlflowClient(tracking_uri=self._uri)
         return self._uri
 

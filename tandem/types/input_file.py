@@ -48,12 +48,23 @@ def read_input(path: str | Path, most_bytes: int, fix: str = "name the right fil
 
 def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
     """Returns the JSON object in ``path``. Raises ``UserError`` for anything else, ``FileNotFoundError``. ``fix``: as of ``read_input``."""
+    content: dict[str, Any] = _read_json(path, fix, dict, "an object")
+    return content
+
+
+def read_json_list(path: str | Path, fix: str, of: str) -> list[Any]:
+    """Does the same for a JSON list; ``of``: what it has."""
+    content: list[Any] = _read_json(path, fix, list, f"a list of {of}")
+    return content
+
+
+def _read_json(path: str | Path, fix: str, kind: type, name: str) -> Any:
     try:
         content = json.loads(read_input(path, MOST_JSON_BYTES, fix))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
+    if not isinstance(content, kind):
+        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain {name}")
     return content

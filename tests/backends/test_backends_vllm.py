@@ -34,7 +34,7 @@ from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
-from tandem.model.huggingface.stacked_matrices import Stacks
+from tandem.model.huggingface.stacked_matrices import MatrixStacks
 from tandem.rl.rollout.groups import InFlightGroups
 from tandem.rl.rollout.traced_engine import TracedEngine
 from tandem.runtime.traces.context import SpanContext
@@ -96,7 +96,7 @@ def test_a_family_whose_folder_names_norms_otherwise_has_the_logprobs_of_transfo
     create_model(replace(CONFIG, architecture="glm4", tie_word_embeddings=False), 0, model)
     with running(model, tmp_path / "vllm") as engine:
         tensors = brought(engine, model, 0, seed=1)
-        stacked = dict(Stacks(read_shapes(model)).join(tensors.items()))
+        stacked = dict(MatrixStacks(read_shapes(model)).join(tensors.items()))
         assert any("post_self_attn_layernorm" in name for name in stacked)
         samples = engine.draw(prompts(8, 99), SAMPLED)
         for sample, logprobs in zip(samples, reference_logprobs(model, stacked, samples), strict=True):

@@ -8,6 +8,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.lengths import Lengths
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.rl_step import RLStep, _round_requests, predict_rl_step, weight_update_seconds
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.speculation import Speculation
@@ -111,7 +112,8 @@ def test_training_takes_the_steps_of_its_tokens_and_passes_a_third() -> None:
 
 def test_a_pass_of_tandems_trainer_leaves_out_logits_and_the_end_of_the_last_layer_of_prompts() -> None:
     equal = replace(STEP, prompts=64, output_lengths=Lengths.around(1548, 0), micro_batch_tokens=2048, passes=1)
-    head, kept = 128256 * 4096, 1548 / 2048
+    # Nothing is predicted after the last token, which no network reads.
+    head, kept = 128256 * 4096, 1548 / 2047
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     behind_attention = 4096 * 4096 + 3 * 4096 * 14336
     for parallel, left_out in ((TRAINING.parallel, head + behind_attention), (ParallelConfig(data=4, tensor=2), head)):
@@ -120,6 +122,25 @@ def test_a_pass_of_tandems_trainer_leaves_out_logits_and_the_end_of_the_last_lay
         share = 1 - (1 - kept) * left_out / (32 * layer + head)
         computed = share * one.products + one.attention + one.memory_bound
         assert time.inference == pytest.approx(computed / 3 + one.tensor_communication / 2)
+
+
+def test_a_step_of_tandems_trainer_computes_what_samples_begin_with_once_in_passes_and_where_asked_in_updates() -> None:
+    prompt, completion, group, own = 500, 1548, 4, replace(TRAINING, parallel=ParallelConfig(data=8), trainer=TrainerConfig())
+    grouped = replace(STEP, prompts=16, group=group, output_lengths=Lengths.around(completion, 0), micro_batch_tokens=16_384, passes=1, training=own)
+    shared = replace(grouped, training=replace(own, trainer=TrainerConfig(share_prompts=True)))
+    plain, once = (predict_rl_step(LLAMA_3_8B, H100, step) for step in (grouped, shared))
+    assert plain.inference == pytest.approx(once.inference) and once.training < plain.training
+    # In fp8 a pass shares nothing unless it is asked to.
+    in_fp8 = [replace(own, precision="fp8", trainer=TrainerConfig(precision="fp8", share_prompts=shares)) for shares in (False, True)]
+    alone, whole = (predict_rl_step(LLAMA_3_8B, H100, replace(grouped, training=each)) for each in in_fp8)
+    tokens = (prompt + group * (completion - 1)) / (group * (prompt + completion - 1))
+    assert whole.inference / alone.inference == pytest.approx(tokens, rel=0.05)
+    # Prompts with a system prompt have it once in each micro-batch, which has two of them; so do completions that begin alike.
+    prefixed = replace(shared, alike=Prompts.with_prefix(prompt, 400))
+    saved = (once.inference - predict_rl_step(LLAMA_3_8B, H100, prefixed).inference) / once.inference
+    assert saved == pytest.approx(400 / 2 / (prompt + group * (completion - 1)), rel=0.15)
+    begun = predict_rl_step(LLAMA_3_8B, H100, replace(shared, begun=0.5)).inference / once.inference
+    assert begun == pytest.approx((prompt + group * (completion - 1) / 2) / (prompt + group * (completion - 1)), rel=0.06)
 
 
 def test_weights_are_written_by_all_ranks_of_a_node_and_read_by_every_engine_over_the_bus() -> None:

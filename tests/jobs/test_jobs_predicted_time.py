@@ -1,17 +1,25 @@
 """The measured speed of the machine, from which a dry run predicts the time of a run."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.time import Product, Speed
 from tandem.jobs.checks import predicted_time
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.jobs.checks.predicted_time import RLSeconds, describe_rl_time
+from tandem.jobs.prediction import rl_prediction
 from tandem.kernels.measure import MOST_ROWS
+from tandem.layout.residents import Residency
+from tandem.layout.shapes import ModelShapes
+from tandem.planner.measured_run import prompts_from
 from tandem.types import UserError
 
 
@@ -30,10 +38,27 @@ def test_a_dry_run_says_that_drafts_are_not_counted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(predicted_time, "rl_seconds", lambda recipe, prompt, completion: RLSeconds(1.0, 0.0, 2.0, 0.5, 0.5, 0.0))
     recipe = load_config("sort")
     assert isinstance(recipe, Recipe)
-    assert "draft" not in describe_rl_time(recipe, 20.0)
+    assert "draft" not in describe_rl_time(recipe, Prompts.of_mean(20))
     engine = replace(recipe.rollout.engine, speculative_config=SpeculativeConfig("ngram"))
     drafted = replace(recipe, rollout=replace(recipe.rollout, engine=engine))
-    assert describe_rl_time(drafted, 20.0) == describe_rl_time(recipe, 20.0) + " (drafts by 'ngram' are not counted)"
+    assert describe_rl_time(drafted, Prompts.of_mean(20)) == describe_rl_time(recipe, Prompts.of_mean(20)) + " (drafts by 'ngram' are not counted)"
+
+
+def test_what_a_run_journals_of_its_prompts_is_what_a_plan_reads_and_alike_completions_take_less_time() -> None:
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    recipe = replace(recipe, trainer=replace(recipe.trainer, share_prompts=True))
+    shapes = ModelShapes("llama", 101, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
+    prompts = Prompts.of([(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8, 9)])
+
+    def at_one_rate(products: Sequence[Product]) -> dict[str, Any]:
+        seconds = [product.flops / 1e9 for product in products]
+        return {"seconds": seconds, "cpu_seconds": seconds, "bytes_per_s": 1e12, "bytes_per_cpu_s": 1e12}
+
+    made, alike = (rl_prediction(recipe, shapes, Residency(), prompts, at_one_rate, begun) for begun in (0.0, 0.5))
+    assert prompts_from(json.loads(json.dumps(made))["prompts"]) == prompts
+    (_, without), (_, half) = (each["at"][-1] for each in (made, alike))
+    assert half["train"] < without["train"] and half["rollout"] == without["rollout"]
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_model, load_tensors, to_huggingface
 from tandem.model.huggingface.peft_folder import load_adapter
 from tandem.model.initialise import initialise
-from tandem.model.lora import Stacks, lora_batch, stack
+from tandem.model.lora import AdapterStacks, lora_batch, stack
 from tandem.types import UserError
 
 SHAPES = ModelShapes("qwen3", 61, 48, 2, 4, 2, 16, 80, 128, True, qk_norm=True)
@@ -128,7 +128,7 @@ def test_rows_have_the_bits_of_their_adapter_alone_and_others_those_of_no_adapte
 
 
 def test_no_adapter_in_the_batch_is_no_work() -> None:
-    assert lora_batch(Stacks([], {}), torch.full((5,), -1), 3) is None
+    assert lora_batch(AdapterStacks([], {}), torch.full((5,), -1), 3) is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,12 +5,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from recipes_of_models import grpo_recipe
 
 from tandem.types import UserError
+
+if TYPE_CHECKING:
+    from tandem.estimate.prompt_beginnings import Prompts
 
 SIZES = shlex.split("--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256")
 PUBLISHED = shlex.split(
@@ -324,3 +327,53 @@ def test_drafts_are_predicted_with_a_declared_acceptance_and_otherwise_said_to_s
         described_rl_step(recipe, scored, 20, 30, 32, 0.5)
     with pytest.raises(UserError, match="--draft-acceptance is 2; it must be from 0 to 1"):
         described_rl_step(drafted, scored, 20, 30, 32, 2.0)
+
+
+def run_folder(folder: Path, recipe: Path, rows: list[dict[str, float]], prompts: "Prompts") -> Path:
+    """Returns the folder of a run of ``recipe`` with these metrics and prompts, as its controller writes it."""
+    from dataclasses import asdict
+
+    from tandem.config.recipe import load_config
+    from tandem.jobs.run_files import write_recipe
+    from tandem.report.run_facts import PREDICTION_KEY
+    from tandem.runtime.records.journal import Journal
+
+    folder.mkdir()
+    write_recipe(load_config(recipe), folder)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows)))
+    with Journal(folder / "journal.sqlite") as journal:
+        journal.set(PREDICTION_KEY, {"at": [], "prompts": asdict(prompts)})
+    return folder
+
+
+def test_a_run_that_measured_its_lengths_drafts_and_common_beginnings_gives_them_to_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+    from tandem.estimate.prompt_beginnings import Prompts
+
+    engine = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    recipe = grpo_recipe(tmp_path, rollout={"prompts_per_step": 64, "max_tokens": 3072, "engine": engine}, trainer={"share_prompts": True})
+    # Of three tokens that are each accepted with probability 1/2 after those before, 1/2 + 1/4 + 1/8 are. Eight samples of 101 + 400 tokens, of whose
+    # completions a quarter is computed for another one: the prompt once, and three quarters of 8 x 400.
+    drafted = {"perf/spec_accept_length": 1.875, "perf/spec_accept_rate": 0.875 / 3}
+    once = {"perf/shared_prompt_share": 1 - (101 + 0.75 * 8 * 400) / (8 * (101 + 400))}
+    rows = [{"response_length/mean": 9.0}] * 5 + [{"response_length/mean": 401.0, **drafted, **once}] * 10
+    run = str(run_folder(tmp_path / "run", recipe, rows, Prompts.of_mean(101)))
+    words = ["plan", str(recipe), "--gpus", "8", "--dp", "8", "--zero", "3", "--json"]
+    answers = []
+    by_flag = ["--prompt-tokens", "101", "--response-tokens", "401", "--draft-acceptance", "0.5"]
+    for more in (["--measured", run], by_flag, ["--measured", run, "--prompt-tokens", "60"]):
+        assert main([*words, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["rl_step"])
+    measured, flags, mixed = answers
+    assert measured["speculation"]["acceptance"] == pytest.approx(0.5) and measured["measured"]["begun"] == pytest.approx(0.25)
+    assert (measured["prompt_tokens"], mixed["prompt_tokens"]) == (pytest.approx(flags["prompt_tokens"]), pytest.approx(60, rel=0.01))
+    # What is computed once is not known from the flags.
+    assert measured["rollout_seconds"] == pytest.approx(flags["rollout_seconds"], rel=1e-3) and measured["training_seconds"] < flags["training_seconds"]
+    assert main([*words[:-1], "--measured", run]) == 0
+    assert f"measured by '{run}': prompts of 101 tokens on average, completions of 401 tokens on average, 25% of the completions' tokens begin as another " \
+        "one of the group does, a draft token is accepted with probability 0.5" in capsys.readouterr().out  # fmt: skip
+    for folder, said in ((tmp_path, "is no folder of a run"), (run_folder(tmp_path / "new", recipe, [], Prompts.of_mean(9)), "has measured no step")):
+        assert main([*words, "--measured", str(folder)]) != 0
+        assert f"--measured is '{folder}', which {said}" in capsys.readouterr().err
+    assert main([*words, "--prompt-tokens", "100", "--shared-prefix", "101"]) != 0
+    assert "--shared-prefix is 101; it must be from 0 to 100, the mean tokens of a prompt" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.peft_folder import merged_tensors
-from tandem.model.huggingface.stacked_matrices import Stacks
+from tandem.model.huggingface.stacked_matrices import MatrixStacks
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights, RunError
@@ -123,9 +123,9 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
         return read_shapes(Path(self.model_config.model))
 
     @cached_property
-    def _stacks(self) -> Stacks:
+    def _stacks(self) -> MatrixStacks:
         """How the folder names tensors, read once and not in the pause of each update."""
-        return Stacks(self._shapes)
+        return MatrixStacks(self._shapes)
 
     def _pack_tied_head(self) -> None:
         """Packs the head again: a reload packs only what it loads, and a tied head is loaded as the embedding."""

@@ -18,7 +18,7 @@ from tandem.config.machine import MachineConfig
 from tandem.runtime.coordination.store import Store, WatchTimeout
 from tandem.runtime.health.compare import Finding, findings
 from tandem.runtime.health.node_report import NodeReport, read_report
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 from tandem.types import UserError
 
 KEYS = "preflight/"
@@ -124,7 +124,4 @@ def check_outcome(outcome: Outcome, nodes: Sequence[str], config: ClusterConfig)
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Writes the outcome to ``FILE`` in ``folder``, by one atomic rename."""
     value = {"reports": [asdict(report) for report in outcome.reports], "found": [asdict(each) for each in outcome.found]}
-    fresh = folder / f"{FILE}.tmp"
-    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(folder / FILE)
+    replace_file(folder / FILE, json.dumps(value, indent=1) + "\n")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.cluster.launch.record import FOLDER
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 
 _FILE = "ended.json"
 
@@ -23,11 +23,7 @@ CANCELLED = 137
 
 def write_end(directory: Path, ended: Ended) -> None:
     """Writes the end of a job by one atomic rename. A folder that was removed meanwhile is not made again."""
-    path = directory / FOLDER / _FILE
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(asdict(ended)) + "\n", encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(path)
+    replace_file(directory / FOLDER / _FILE, json.dumps(asdict(ended)) + "\n")
 
 
 def read_end(directory: Path, job: str) -> Ended | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.cluster.launch.launcher import LAUNCHERS, LauncherName
 from tandem.runtime.rpc.credentials import new_credential, write_credential
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 from tandem.types import RunError, UserError
 
 FOLDER = "launch"
@@ -47,10 +47,7 @@ def write_record(directory: Path, record: Record) -> None:
     """Writes the record by one atomic rename."""
     path = directory / FOLDER / _RECORD
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(path)
+    replace_file(path, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def write_secrets(directory: Path) -> None:

@@ -18,7 +18,7 @@ from tandem.kernels import CacheLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
-from tandem.model.lora import Adapter, LoraBatch, Stacks, stack
+from tandem.model.lora import Adapter, AdapterStacks, LoraBatch, stack
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.weight_digests import weight_digests
 from tandem.runtime.machine.heap import give_back
@@ -38,7 +38,7 @@ class RankWorker:
     caches: list[CacheLayer]
     host: list[CacheLayer]
     adapters: list[Adapter | None]
-    lora_stacks: Stacks
+    lora_stacks: AdapterStacks
     hidden: torch.Tensor
     weights: RankWeights | None = None
 
@@ -71,7 +71,7 @@ class RankWorker:
     def load(self, meta: Meta, blobs: Blobs) -> None:
         self.decoder = self.settings.load(self.group)
         self.decoder.pack()
-        self.adapters, self.lora_stacks = [], Stacks([], {})
+        self.adapters, self.lora_stacks = [], AdapterStacks([], {})
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """Allocates the KV cache and its swap space."""

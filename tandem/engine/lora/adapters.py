@@ -10,7 +10,7 @@ from tandem.engine.executor.ranks import Ranks
 from tandem.engine.lora.request import LoRARequest
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.peft_folder import CONFIG, WEIGHTS, load_adapter
-from tandem.model.lora import Adapter, LoraBatch, Stacks, lora_batch, stack
+from tandem.model.lora import Adapter, AdapterStacks, LoraBatch, lora_batch, stack
 from tandem.types import UserError
 
 Signature = list[tuple[int, int] | None]
@@ -26,7 +26,7 @@ class Adapters:
         self._used = [0] * max_loras
         self._signatures: dict[str, Signature] = {}
         self._clock = itertools.count(1)
-        self._stacks = Stacks([], {})
+        self._stacks = AdapterStacks([], {})
         self._stack()
 
     def digests(self) -> dict[str, str]:

@@ -14,9 +14,10 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.engine.model_limits import check_kv_cache_dtype
+from tandem.engine.model_limits import check_kv_cache_dtype, check_vocabulary
 from tandem.engine.spec_decode.draft_size import check_head
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
+from tandem.estimate.prompt_beginnings import NOT_KNOWN, Prompts
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
@@ -64,8 +65,8 @@ LONGEST_PROMPT_SHOWN = 400
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will need, known before it begins: memory of every phase, the plan of its residents, the
-    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, the mean
-    length in tokens of the prompts of the first step, lines on the ranks of several trainer pods, and the bytes of checkpoints that a pod which joins keeps in
+    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, the
+    tokens of the ``prompts`` of the first step, lines on the ranks of several trainer pods, and the bytes of checkpoints that a pod which joins keeps in
     memory."""
 
     pod: PodPlan
@@ -73,7 +74,7 @@ class RunPlan:
     offloaded: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     first_prompt: str = ""
-    prompt_tokens: float = 0.0
+    prompts: Prompts = NOT_KNOWN
     mesh: tuple[str, ...] = ()
     kept_by_joined: int = 0
 
@@ -139,7 +140,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         prompts = source.for_step(0)
         if agent is not None:
             check_agent_columns(prompts[0].columns, agent.function, of_agent)
-        first, prompt_tokens = prompts[0], sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
+        first, tokens_of_prompts = prompts[0], Prompts.of([prompt.token_ids for prompt in prompts])
         check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
@@ -160,7 +161,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(
-        planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens, tuple(_trainer_pods(recipe)),
+        planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), tokens_of_prompts, tuple(_trainer_pods(recipe)),
         kept_by_joined(recipe, shapes),
     )
 
@@ -220,11 +221,7 @@ def _check_own_storage(url: str) -> None:
 def _check_folder(model: ModelConfig, folder: Path) -> None:
     """Raises ``UserError`` for a folder that is not the whole of ``model``."""
     shapes = read_shapes(folder, implemented_by=model.implemented_by)
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > shapes.vocab_size:
-        raise UserError(
-            f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
-        )
+    check_vocabulary(Tokenizer.from_folder(folder), folder, shapes)
     check_start_weights(model.path or "", folder, shapes)
 
 

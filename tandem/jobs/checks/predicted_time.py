@@ -10,6 +10,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.mesh_work import mesh_work
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.rl_work import rl_work
 from tandem.estimate.time import Work, training_work
 from tandem.jobs.checks.check_run import folder_to_check
@@ -43,11 +44,11 @@ class DataSeconds(NamedTuple):
     reference: float
 
 
-def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> RLSeconds:
-    """Returns the predicted seconds for prompts and completions of so many tokens. Raises ``UserError`` where the machine cannot be measured."""
+def rl_seconds(recipe: Recipe, prompts: Prompts, completion_tokens: float) -> RLSeconds:
+    """Returns the predicted seconds for completions of so many tokens. Raises ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
         models = rl_models(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
-    parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
+    parts = rl_work(recipe, models, prompts, completion_tokens)
     device = check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks)
     seconds = iter(_seconds([work for part in parts for work in part], recipe.trainer, recipe.machine, device, recipe.parallel.world))
     return RLSeconds(*(sum(islice(seconds, len(part))) for part in parts))
@@ -78,11 +79,11 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
     return _cpu_seconds([work], recipe)
 
 
-def rl_cpu_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> float:
-    """Returns the predicted CPU-seconds of a step on a CPU for prompts and completions of so many tokens. Raises ``UserError`` as ``rl_seconds``."""
+def rl_cpu_seconds(recipe: Recipe, prompts: Prompts, completion_tokens: float) -> float:
+    """Returns the predicted CPU-seconds of a step on a CPU for completions of so many tokens. Raises ``UserError`` as ``rl_seconds``."""
     with folder_to_check(recipe.model) as folder:
         models = rl_models(recipe, read_shapes(folder, implemented_by=recipe.model.implemented_by))
-    parts = rl_work(recipe, models, prompt_tokens, completion_tokens, waits=False)
+    parts = rl_work(recipe, models, prompts, completion_tokens, waits=False)
     return _cpu_seconds([*parts.generation, *parts.inference, *parts.training], recipe)
 
 
@@ -95,12 +96,11 @@ def _cpu_seconds(work: Sequence[Work], recipe: AnyRecipe) -> float:
     return sum(each.cpu_seconds(speed) for each in work)
 
 
-def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
-    """Returns a line on the time of a run whose prompts have ``prompt_tokens`` tokens on average and whose completions all have
-    ``rollout.max_tokens``."""
+def describe_rl_time(recipe: Recipe, prompts: Prompts) -> str:
+    """Returns a line on the time of a run with such ``prompts``, whose completions all have ``rollout.max_tokens``."""
     tokens, steps = recipe.rollout.max_tokens, recipe.run.max_steps
     try:
-        took = rl_seconds(recipe, prompt_tokens, tokens)
+        took = rl_seconds(recipe, prompts, tokens)
     except UserError as error:
         return f"predicted time: not known, {error}"
     step = took.generation + took.inference + took.training

@@ -16,7 +16,7 @@ from tandem.jobs.data_run.train_data import REFERENCE, open_datasets, reference_
 from tandem.jobs.verify.reference_files import KEY, damaged_reference_files
 from tandem.runtime.records.run_records import Records
 from tandem.storage.digests import bytes_digest
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.parallel.replica import Replica
 
@@ -68,10 +68,7 @@ class ReferencePass:
         path, journal = self.directory / name, self.records.journal
         assert journal is not None
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.tmp")
-        fresh.write_bytes(content)
-        sync_path(fresh)
-        fresh.replace(path)
+        replace_file(path, content)
         known, digest = journal.get(KEY) or {}, bytes_digest(content)
         if known.get(name, digest) != digest:
             self.records.callback.message(

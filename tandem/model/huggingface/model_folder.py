@@ -28,8 +28,8 @@ from tandem.model.huggingface.hub import WEIGHTS
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
 from tandem.model.huggingface.stacked_experts import ExpertStacks, stacks_of_folder
-from tandem.model.huggingface.stacked_matrices import Stacks
-from tandem.model.huggingface.weight_files import FURTHER_TOKENS, check_weights, weight_files
+from tandem.model.huggingface.stacked_matrices import MatrixStacks
+from tandem.model.huggingface.weight_files import FURTHER_TOKENS, check_tied_head, check_weights, weight_files
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -73,7 +73,7 @@ def _blocks_of(folder: Path) -> tuple[int, int] | None:
     return decoded_blocks(read_json(path), str(path)) if path.is_file() else None
 
 
-def _stacks_of(folder: Path) -> Stacks | ExpertStacks | None:
+def _stacks_of(folder: Path) -> MatrixStacks | ExpertStacks | None:
     """Returns the stacks of a folder; ``None`` if its family has none, or it has no ``config.json`` of a family."""
     if not (folder / "config.json").is_file():
         return None
@@ -294,8 +294,8 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
     for name, _ in wanted:
         if name not in given and decoder.holds(name):
             raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
-    if tied_head is not None and embedding in given and not torch.equal(tied_head, given[embedding]):
-        raise UserError(f"tensor '{head}' differs from '{embedding}' but config.json has tie_word_embeddings true; set it to false")
+    if tied_head is not None and embedding in given:
+        check_tied_head(not torch.equal(tied_head, given[embedding]), head, embedding)
     return given
 
 

@@ -4,7 +4,6 @@ Sentence Transformers writes it to ``modules.json`` and a folder for each module
 ``classifier_from_token``, ``is_matryoshka`` and ``matryoshka_dimensions`` of ``config.json``.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from tandem.config.pooling import PoolingType
 from tandem.model.huggingface.dense_module import DenseModule, read_dense
 from tandem.model.huggingface.model_config import TRUNK_CLASS, VALUE_CLASSES, Heads, read_json, value_head_of
 from tandem.types import UserError
+from tandem.types.input_file import read_json_list
 
 ScoredBy = Literal["sequence", "token", "words"]
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
@@ -184,7 +184,7 @@ def _modules(folder: Path) -> dict[str, Path]:
         return {}
     found: dict[str, Path] = {}
     order: list[str] = []
-    for module in _json_list(path):
+    for module in read_json_list(path, "download the folder again", "modules"):
         kind = str(module.get("type", "") if isinstance(module, dict) else module).rpartition(".")[2]
         if kind not in MODULES:
             raise UserError(f"'{path}' has the module {kind!r}; supported are {', '.join(MODULES)}")
@@ -194,16 +194,6 @@ def _modules(folder: Path) -> dict[str, Path]:
     if order != sorted(order, key=MODULES.index) or any(order.count(kind) > 1 for kind in order if kind != "Dense"):
         raise UserError(f"'{path}' has the modules {', '.join(order)}; supported are {', '.join(MODULES)} in this order, and of Dense alone several")
     return found
-
-
-def _json_list(path: Path) -> list[Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
-    if not isinstance(content, list):
-        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain a list of modules")
-    return content
 
 
 def _sentence_transformer(folder: Path, modules: Mapping[str, Path]) -> ModelPooling:

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes
 from tandem.model.family import family_named
-from tandem.model.huggingface.stacked_matrices import Item, Part, Stacks
+from tandem.model.huggingface.stacked_matrices import Item, MatrixStacks, Part
 from tandem.model.quantization.mxfp4 import decode
 from tandem.types import UserError
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 
 
-def stacks_of_folder(shapes: ModelShapes) -> "Stacks | ExpertStacks":
+def stacks_of_folder(shapes: ModelShapes) -> "MatrixStacks | ExpertStacks":
     """Returns the stacks in the folder of a model of ``shapes``."""
     # A module of transformers has the names of its folder, whose family may not be declared.
     experts = None if shapes.transformers is not None else family_named(shapes.architecture).experts
-    return ExpertStacks(shapes) if experts is not None and experts.stacked else Stacks(shapes)
+    return ExpertStacks(shapes) if experts is not None and experts.stacked else MatrixStacks(shapes)
 
 
 class ExpertStacks:
-    """The stacks in the folder of a model of ``shapes``, with the methods of ``Stacks``."""
+    """The stacks in the folder of a model of ``shapes``, with the methods of ``MatrixStacks``."""
 
     def __init__(self, shapes: ModelShapes) -> None:
         assert shapes.experts is not None
@@ -55,7 +55,7 @@ class ExpertStacks:
         return tuple(Part(f"{at}{part.format(expert)}.{suffix}", rows // len(parts)) for expert in range(self._count) for part in parts)
 
     def wanted(self, is_wanted: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-        """Does ``Stacks.wanted``."""
+        """Does ``MatrixStacks.wanted``."""
         return None if is_wanted is None else lambda name: any(is_wanted(part.name) for part in self.parts(name))
 
     def split(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

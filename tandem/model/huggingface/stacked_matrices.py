@@ -23,7 +23,7 @@ class Part(NamedTuple):
     rows: int
 
 
-class Stacks:
+class MatrixStacks:
     """The stacks in the folder of a model of ``shapes``; none for most families. A stack has the rows of its parts in order."""
 
     def __init__(self, shapes: ModelShapes) -> None:

@@ -130,8 +130,14 @@ def _check_tensors(folder: Path, shapes: ModelShapes, listed: Mapping[str, Store
             raise UserError(f"model '{folder}': tensor '{name}' is not a parameter of this {shapes.architecture} model; check config.json")
         if not tensor.dtype.startswith(("F", "BF")):
             raise UserError(f"model '{folder}': tensor '{name}' is {tensor.dtype}; quantized weights are not supported here; use the float checkpoint")
-    if shapes.tie_word_embeddings and HEAD in listed and _differ(listed[HEAD], listed[EMBEDDING]):
-        raise UserError(f"model '{folder}': tensor '{HEAD}' differs from '{EMBEDDING}' but config.json has tie_word_embeddings true; set it to false")
+    if shapes.tie_word_embeddings and HEAD in listed:
+        check_tied_head(_differ(listed[HEAD], listed[EMBEDDING]), HEAD, EMBEDDING, f"model '{folder}': ")
+
+
+def check_tied_head(differs: bool, head: str, embedding: str, where: str = "") -> None:
+    """Raises ``UserError`` if a folder has the tensor ``head`` of a model that has none of its own, and it ``differs`` from its ``embedding``."""
+    if differs:
+        raise UserError(f"{where}tensor '{head}' differs from '{embedding}' but config.json has tie_word_embeddings true; set it to false")
 
 
 def _differ(one: Stored, other: Stored) -> bool:

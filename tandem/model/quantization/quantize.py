@@ -19,7 +19,7 @@ from tandem.model.huggingface.hub import WEIGHTS
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import load_model, to_huggingface
 from tandem.model.huggingface.safetensors_file import write_file
-from tandem.model.huggingface.stacked_matrices import Stacks
+from tandem.model.huggingface.stacked_matrices import MatrixStacks
 from tandem.model.quantization import calibration
 from tandem.model.quantization.awq import clip
 from tandem.model.quantization.awq_layer import clip_experts, is_of_queries, sampled_inputs, scale_layer
@@ -121,7 +121,7 @@ def _all_tensors(decoder: Decoder, quantized: dict[str, QuantizedWeight], method
     tensors: list[tuple[str, Tensor]] = []
     each: Iterator[tuple[str, Stored]] = ((name, quantized.get(name.removesuffix(".weight"), tensor)) for name, tensor in to_huggingface(decoder))
     # A mixture whose folder stacks its experts is written with each of them apart, as the formats have them.
-    for name, parts in Stacks(decoder.shapes).grouped(each):
+    for name, parts in MatrixStacks(decoder.shapes).grouped(each):
         plain = [part for part in parts if isinstance(part, Tensor)]
         if plain:
             tensors.append((name, torch.cat(plain).to(dtype) if len(plain) > 1 else plain[0].to(dtype)))

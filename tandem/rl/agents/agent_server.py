@@ -117,23 +117,25 @@ class AgentServer:
         def stream(events: Iterable[Mapping[str, Any]], *, named: bool = False) -> Response:
             return StreamingResponse(_event_lines(events, named), media_type="text/event-stream")
 
-        @app.post("/v1/chat/completions", response_model=None)
-        async def chat_completions(body: AgentChatRequest, request: Request) -> Response:
+        async def answered(
+            body: AgentChatRequest | AgentCompletionRequest, request: Request, kind: str, whole: Callable[..., Mapping[str, Any]],
+            chunks: Callable[..., Iterable[Mapping[str, Any]]],
+        ) -> Response:
+            """Returns the answer in OpenAI's form: ``whole``, or as ``chunks``, with an id that begins with ``kind``."""
             body.check()
             call = await self._answer(request, body.ask)
-            about = (f"chatcmpl-{uuid.uuid4().hex}", body.model or MODEL, int(time.time()))
+            about = (f"{kind}-{uuid.uuid4().hex}", body.model or MODEL, int(time.time()))
             if not body.stream:
-                return JSONResponse(chat_completion(call, *about))
-            return stream(chat_chunks(call, *about, bool(body.stream_options and body.stream_options.include_usage)))
+                return JSONResponse(whole(call, *about))
+            return stream(chunks(call, *about, bool(body.stream_options and body.stream_options.include_usage)))
+
+        @app.post("/v1/chat/completions", response_model=None)
+        async def chat_completions(body: AgentChatRequest, request: Request) -> Response:
+            return await answered(body, request, "chatcmpl", chat_completion, chat_chunks)
 
         @app.post("/v1/completions", response_model=None)
         async def completions(body: AgentCompletionRequest, request: Request) -> Response:
-            body.check()
-            call = await self._answer(request, body.ask)
-            about = (f"cmpl-{uuid.uuid4().hex}", body.model or MODEL, int(time.time()))
-            if not body.stream:
-                return JSONResponse(completion(call, *about))
-            return stream(completion_chunks(call, *about, bool(body.stream_options and body.stream_options.include_usage)))
+            return await answered(body, request, "cmpl", completion, completion_chunks)
 
         @app.post("/v1/responses", response_model=None)
         async def respond(body: AgentResponsesRequest, request: Request) -> Response:

@@ -29,16 +29,21 @@ def fast_exit() -> Iterator[None]:
 
 def end_forked(status: int) -> NoReturn:
     """Ends a forked process at once, whose exit handlers are copies of those of its parent."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _flushed()
     os._exit(status)
 
 
 def _end(statuses: list[int]) -> None:
-    if statuses:
-        with contextlib.suppress(OSError, ValueError):
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # The caller has closed it.
-                    stream.flush()
-            os._exit(statuses[0] & 0xFF)
+    if statuses and _flushed():
+        os._exit(statuses[0] & 0xFF)
+
+
+def _flushed() -> bool:
+    """Writes what the process has still to print. Returns whether all of it could be written."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # The caller has closed it.
+                stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -55,17 +55,20 @@ class TcpSource:
 
     def release(self, segment: str, contents: Contents, deadline: Deadline) -> None:
         """Says that the segment, which was made for this reader alone, is needed no longer. Raises ``SourceLost``."""
-        try:
-            with self._connection(deadline) as connection:
-                connection.release(segment, contents)
-        except (OSError, EOFError, BrokenFrame) as error:
-            raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
+        with self._connected(deadline) as connection:
+            connection.release(segment, contents)
 
     def follow(self, segment: str, contents: Contents, deadline: Deadline) -> Iterator[Frame]:
         """Yields the frames ``ready`` of the announcement with ``contents``, until all of its parts are. Raises as ``read``, and ends with ``abort``."""
+        with self._connected(deadline) as connection:
+            yield from connection.follow(segment, contents)
+
+    @contextlib.contextmanager
+    def _connected(self, deadline: Deadline) -> "Iterator[_Connection]":
+        """Yields a connection. Raises ``SourceLost`` where it breaks."""
         try:
             with self._connection(deadline) as connection:
-                yield from connection.follow(segment, contents)
+                yield connection
         except (OSError, EOFError, BrokenFrame) as error:
             raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.cluster.launch.record import CREDENTIAL, FOLDER, PASSWORD
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 from tandem.types import RunError
 
 SECRETS, CERTIFICATES = Path("/var/run/tandem/secrets"), Path("/var/run/tandem/tls")
@@ -29,11 +29,7 @@ class Meeting:
 
 def write_meeting(directory: Path, meeting: Meeting) -> None:
     """Tells the pods of the run in ``directory``, by one atomic rename."""
-    path = directory / FOLDER / _MEETING
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(asdict(meeting)), encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(path)
+    replace_file(directory / FOLDER / _MEETING, json.dumps(asdict(meeting)))
 
 
 def read_meeting(directory: Path) -> Meeting | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.storage.folder_manifest import sync_path
+from tandem.storage.folder_manifest import replace_file
 
 FOLDER = "keepers"
 _CONNECT_S = 2.0
@@ -26,10 +26,7 @@ def write_keeper(directory: Path, facts: Mapping[str, Any]) -> None:
         if path.read_text(encoding="utf-8") == text:
             return
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(text, encoding="utf-8")
-    sync_path(fresh)
-    fresh.replace(path)
+    replace_file(path, text)
 
 
 def remove_keeper(directory: Path, facts: Mapping[str, Any]) -> None:

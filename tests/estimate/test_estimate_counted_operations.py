@@ -1,0 +1,143 @@
+"""The predicted operations of a step beside those that torch counts while the trainer takes one."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tandem.config.load import build
+from tandem.config.recipe import Recipe
+from tandem.estimate.prompt_beginnings import Prompts
+from tandem.estimate.rl_work import RLModels, rl_work
+from tandem.estimate.time import Work
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.planner.measured_run import measured_run
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.logprobs import infer_sequences
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.trainer.step import StepResult
+from tandem.types import Batch, TrainSequence
+
+SHAPES = ModelShapes("llama", 101, 32, 2, 4, 2, 8, 48, 256, tie_word_embeddings=False)
+PROMPT, TEMPLATE, COMPLETION, GROUP, PROMPTS = 20, 8, 12, 4, 2
+HEAD = PROMPTS * GROUP * COMPLETION * 2 * 101 * 32
+"""Operations of the head for all tokens that are predicted, once."""
+
+
+def samples(alike: int) -> list[TrainSequence]:
+    """Returns groups whose prompts begin with a template, and their completions with the same ``alike`` tokens."""
+    draw, made = random.Random(11), []
+    for prompt in range(PROMPTS):
+        # Beyond what they share they differ at once: by the number of the prompt, or of the completion.
+        asked = (*range(TEMPLATE), 30 + prompt, *(draw.randrange(30) for _ in range(PROMPT - TEMPLATE - 1)))
+        begin = [draw.randrange(30) for _ in range(alike)]
+        for member in range(GROUP):
+            tokens = (*asked, *begin, *([40 + member, *(draw.randrange(30) for _ in range(COMPLETION - alike - 1))]))
+            before = (0.0,) * PROMPT
+            logprobs = before + (-3.0,) * COMPLETION
+            advantages = before + (draw.uniform(-1, 1),) * COMPLETION
+            made.append(TrainSequence(f"{prompt}/{member}", tokens, PROMPT, before + (1.0,) * COMPLETION, advantages, logprobs))
+    return made
+
+
+def recipe(**sections: dict[str, object]) -> Recipe:
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "rollout": {"prompts_per_step": PROMPTS, "max_tokens": COMPLETION}}
+    return build(Recipe, data | {"algorithm": {"group_size": GROUP, "kl_coef": 0.0} | sections.get("algorithm", {}), "trainer": sections.get("trainer", {})})
+
+
+def model(dtype: torch.dtype) -> Decoder:
+    """Returns a model whose products are torch's, in fp32 as well, so that its counter sees them."""
+    network = Decoder(SHAPES, ReferenceKernels(tiled=False), dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(1.0 if parameter.ndim == 1 else 0.1 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def added_product(total: torch.Size, first: torch.Size, second: torch.Size, out_shape: torch.Size | None = None, **rest: object) -> int:
+    """Returns the operations of ``addmm_``, which torch's counter does not know in place."""
+    return 2 * first[0] * first[1] * second[1]
+
+
+def counting() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
+
+
+def counted(counter: FlopCounterMode) -> int:
+    """Returns the operations of products with a matrix; attention's are batched."""
+    return sum(count for operation, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(operation))
+
+
+def flops(work: Work) -> float:
+    return sum(times * product.flops for product, times in work.products.items())
+
+
+def known(sequences: list[TrainSequence]) -> Prompts:
+    return Prompts.of([each.token_ids[:PROMPT] for each in sequences[::GROUP]])
+
+
+def updated(made: Recipe, sequences: list[TrainSequence]) -> tuple[StepResult, int]:
+    """Returns a real update, and the operations that it took."""
+    network = model(torch.float64)
+    network.recompute = made.trainer.recompute
+    replica = Replica(alone(), network, AdamW(network.named_parameters(), made.trainer))
+    with counting() as counter:
+        result = update_policy(replica, Batch(0, tuple(sequences)), made.algorithm, made.trainer)
+    return result, counted(counter)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_an_update_takes_the_operations_that_torch_counts(share_prompts: bool, recompute: str) -> None:
+    made, sequences = recipe(trainer={"share_prompts": share_prompts, "recompute": recompute}), samples(alike=0)
+    _, operations = updated(made, sequences)
+    [predicted] = rl_work(made, RLModels(SHAPES), known(sequences), COMPLETION).training
+    # The reference computes logits again in the backward pass, which the prediction takes as kept.
+    assert flops(predicted) + HEAD == pytest.approx(operations, rel=1e-9)
+    # In all of the last layer it would be more, and more still with every prompt by itself.
+    if not share_prompts:
+        every = PROMPTS * GROUP * (PROMPT + COMPLETION - 1)
+        behind = 2 * every * (32 * 32 + 3 * 48 * 32) * (4 if recompute == "full" else 3)
+        assert operations < flops(predicted) + HEAD + behind * (1 - COMPLETION / (PROMPT + COMPLETION - 1)) * (1 + 1e-9)
+
+
+def test_what_completions_begin_with_in_common_is_known_of_a_run_and_predicts_its_next_update_and_its_passes() -> None:
+    made, sequences = recipe(trainer={"share_prompts": True}), samples(alike=5)
+    result, operations = updated(made, sequences)
+    prompts = known(sequences)
+    unknown = rl_work(made, RLModels(SHAPES), prompts, COMPLETION)
+    assert flops(unknown.training[0]) + HEAD > 1.2 * operations, "before the run it is not known"
+    row = {"response_length/mean": float(COMPLETION), **result.packing}
+    begun = measured_run(made, SHAPES, [row], prompts).begun
+    # Three of four completions have five of their eleven tokens of the first.
+    assert begun == pytest.approx(3 * 5 / (4 * 11))
+    assert flops(rl_work(made, RLModels(SHAPES), prompts, COMPLETION, begun).training[0]) + HEAD == pytest.approx(operations, rel=1e-9)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [4096, GROUP * (PROMPT + COMPLETION), 2 * (PROMPT + COMPLETION)])
+@pytest.mark.parametrize("alike", [0, 5])
+def test_a_pass_without_gradient_takes_the_operations_that_torch_counts(alike: int, micro_batch_tokens: int) -> None:
+    made = recipe(algorithm={"old_logprobs": "recompute", "tis_cap": 2.0}, trainer={"micro_batch_tokens": micro_batch_tokens})
+    sequences = samples(alike)
+    with counting() as counter:
+        infer_sequences(FrozenReplica(alone(), model(torch.float32)), sequences, micro_batch_tokens)
+    together = 2 if micro_batch_tokens == 2 * (PROMPT + COMPLETION) else GROUP
+    begun = alike * (together - 1) / together / (COMPLETION - 1)
+    predicted = rl_work(made, RLModels(SHAPES), known(sequences), COMPLETION, begun).training[1]
+    assert flops(predicted) == pytest.approx(counted(counter), rel=1e-9)
+
+
+def test_minibatches_and_the_pass_that_compares_the_later_ones_take_the_operations_that_torch_counts() -> None:
+    made, sequences = recipe(algorithm={"minibatches": PROMPTS, "epochs": 2}), samples(alike=0)
+    _, operations = updated(made, sequences)
+    update, compared = rl_work(made, RLModels(SHAPES), known(sequences), COMPLETION).training
+    # In float64 a pass without gradient computes each sequence by itself too.
+    apart = rl_work(replace(made, trainer=replace(made.trainer, dtype="float64")), RLModels(SHAPES), known(sequences), COMPLETION).training[1]
+    assert flops(update) + 2 * HEAD + flops(apart) == pytest.approx(operations, rel=1e-9) and flops(compared) < flops(apart)
