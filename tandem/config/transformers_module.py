@@ -29,7 +29,6 @@ def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parall
         ("parallel.expert", parallel.expert, (1,), whole),
         ("parallel.zero", parallel.zero, (0, 1, 2), "keeps whole weights on every rank"),
         ("trainer.lora.quantization", "none" if lora is None else lora.quantization, ("none",), "multiplies with plain weights"),
-        ("trainer.router_balance_loss", trainer.router_balance_loss, (0.0,), "adds no loss of its routers"),
         ("trainer.router_bias_rate", trainer.router_bias_rate, (0.0,), "leaves routers as they are trained"),
         ("trainer.offload_parameters", trainer.offload_parameters, ("none",), "keeps weights in memory"),
         ("trainer.offload_activations", trainer.offload_activations, ("none",), "keeps activations in memory"),

@@ -93,7 +93,7 @@ CANNOT = {
     "parallel.tensor=2": "'parallel.tensor' is 2 and model.implementation 'transformers', which computes whole models; set it to 1",
     "parallel.pipeline=2": "'parallel.pipeline' is 2 and model.implementation", "parallel.context=2": "'parallel.context' is 2 and model.implementation",
     "trainer.lora.quantization=nf4": "'trainer.lora.quantization' is 'nf4' and model.implementation",
-    "trainer.router_balance_loss=0.1": "'trainer.router_balance_loss' is 0.1 and model.implementation",
+    "trainer.router_bias_rate=0.1": "'trainer.router_bias_rate' is 0.1 and model.implementation",
     "trainer.lora.target_modules=[dense] model.implementation=tandem": "'trainer.lora.target_modules' has 'dense'; supported are",
     "parallel.zero=3 parallel.data=2": "set it to 0 or 1 or 2",
     "trainer.offload_activations=nvme": "'trainer.offload_activations' is 'nvme' and model.implementation",

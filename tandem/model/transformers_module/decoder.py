@@ -18,6 +18,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE
 from tandem.model.attention import AttentionContext, PackedContext
 from tandem.model.decoder import Decoder
+from tandem.model.joint_balance import JointBalance
 from tandem.model.lora import LoraBatch
 from tandem.model.quantization.scheme import Scheme
 from tandem.model.recompute import Recompute, around_layers
@@ -26,6 +27,7 @@ from tandem.model.transformers_module.attention import NAME, Computing, attach
 from tandem.model.transformers_module.describe import new_module, read_config
 from tandem.model.transformers_module.kept import Kept
 from tandem.model.transformers_module.replaced import KernelLinear, add_adapters, products, replace_parts
+from tandem.model.transformers_module.router_loss import attach_router_loss
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -44,11 +46,14 @@ class TransformersDecoder(Decoder):
         self.positions = shapes.max_position_embeddings
         self.kernels, self.dtype, self.config = kernels, dtype, config
         network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
+        # Nothing reads the logits of routers after a pass, which this would keep.
+        network.config.output_router_logits = False
         self.computing = Computing(shapes, kernels)
         self.kept = Kept(network, dtype, shapes.lora is None)
         replace_parts(network, self.computing)
         add_adapters(network, shapes)
         attach(network, self.computing)
+        attach_router_loss(network, self.computing)
         # Parameters are named by the first place that has them: as in a ``Decoder`` where it has the same.
         self.embed_tokens = network.get_input_embeddings().weight
         self.layers = network.get_submodule(shapes.transformers.layers)
@@ -106,8 +111,12 @@ class TransformersDecoder(Decoder):
         if isinstance(context, PackedContext):
             kernels, self._around = around_layers(self.recompute, self.kernels, self.around_layer)
         self.computing.begin(kernels, context, stored_dtype(self.kv_cache_dtype, self.dtype), tokens)
+        joint = self.router_balance if isinstance(context, PackedContext) else None
+        self.computing.balance = balance = joint.new_pass() if isinstance(joint, JointBalance) else None
         base = self.network.base_model
         output = base(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True)
+        if balance is not None:
+            balance.end()
         hidden: Tensor = output.last_hidden_state[0]
         if hidden.requires_grad:
             for parameter in self.kept.parameters():
