@@ -16,6 +16,7 @@ from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import load_model
 from tandem.model.joint_balance import JointBalance
+from tandem.model.router_balance import ALONE
 from tandem.model.transformers_module.read import from_json, to_json
 from tandem.types import UserError
 
@@ -54,12 +55,11 @@ def forward(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     return decoder.logits(decoder(tokens, torch.arange(len(tokens)), PackedContext(bounds, len(tokens))))
 
 
-def balanced(folder: Path, coefficient: float | None = None) -> Decoder:
+def balanced(folder: Path, ranks: Any = ALONE) -> Decoder:
     decoder = load_model(folder, select("reference", torch.float64), dtype=torch.float64, implemented_by=BY_TRANSFORMERS)
     module = decoder.shapes.transformers
     assert module is not None
-    loss = module.router_loss if coefficient is None else coefficient
-    decoder.router_balance = JointBalance(module.num_experts, len(module.loss_routers), module.experts_per_token, loss)
+    decoder.router_balance = JointBalance(module.num_experts, len(module.loss_routers), module.experts_per_token, module.router_loss, ranks)
     return decoder
 
 
@@ -112,6 +112,41 @@ def test_the_losses_of_micro_batches_are_added_in_the_share_of_their_tokens(peer
     for name, grad in expected.items():
         torch.testing.assert_close(own[name] / 8.0, grad, rtol=1e-4, atol=1e-8)
     assert max(float(grad.abs().max()) for grad in expected.values()) > 1e-3
+
+
+class OtherRank:
+    """In place of a communicator of two ranks: adds what the other one was seen to give, in the order of the calls."""
+
+    def __init__(self, other: list[torch.Tensor]) -> None:
+        self.given: list[torch.Tensor] = []
+        self._other = iter(other)
+
+    def all_reduce(self, tensor: torch.Tensor, _: str) -> torch.Tensor:
+        self.given.append(tensor.clone())
+        return tensor + next(self._other, torch.zeros_like(tensor))
+
+
+def test_ranks_have_together_the_loss_of_transformers_for_the_tokens_of_all(peer_and_folder: Any) -> None:
+    peer, folder = peer_and_folder(QUICK)
+    peer = peer.double()
+    peer.set_experts_implementation("eager")
+    halves = TOKENS.split([20, 20])
+    (COEFFICIENT * peer(torch.stack(halves)).aux_loss).backward()
+    expected, seen = gradients(peer), [[], []]
+    for _ in range(2):
+        # In the first round each rank sees its own tokens, in the second what the other gave in the first.
+        sums: dict[str, torch.Tensor] = {}
+        ranks = [OtherRank(seen[1]), OtherRank(seen[0])]
+        for half, rank in zip(halves, ranks, strict=True):
+            decoder = balanced(folder, ranks=rank)
+            decoder.router_balance.begin(len(half))
+            (forward(decoder, half) * 0.0).sum().backward()
+            for name, grad in gradients(decoder.network).items():
+                sums[name] = sums.get(name, 0.0) + grad
+        seen = [rank.given for rank in ranks]
+    for name, grad in expected.items():
+        torch.testing.assert_close(sums[name], grad, rtol=1e-4, atol=1e-8)
+    assert len(seen[0]) == 2, "the ranks add up the tokens of a step, and the choices of each forward pass once"
 
 
 def test_log_probabilities_without_gradient_count_no_tokens_and_a_reference_has_no_loss(peer_and_folder: Any) -> None:
