@@ -69,7 +69,7 @@ def test_the_loss_of_routers_is_that_of_all_ranks_and_evens_out_what_experts_are
     for key in ("train/loss", "router/max_overload"):
         assert [row[key] for row in runs["two"]] == pytest.approx([row[key] for row in runs["one"]], rel=1e-3)
     assert runs["one"][-1]["train/loss"] != runs["without"][-1]["train/loss"] and "router/max_overload" not in runs["without"][-1]
-    assert runs["one"][-1]["router/max_overload"] < 0.7 * runs["one"][0]["router/max_overload"]
+    assert runs["one"][-1]["router/max_overload"] < 0.8 * runs["one"][0]["router/max_overload"]
 
 
 @pytest.fixture(scope="module", params=["dots1", "adapter"])
