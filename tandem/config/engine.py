@@ -336,10 +336,9 @@ class EngineArgs:
             reason = f"engine.model_impl is '{self.model_impl}', which runs no code of a model's folder"
             refuse_unread("engine", self, reason, "trust_remote_code", fix="set model_impl to transformers")
             return
-        cannot = {"tensor_parallel_size": 1, "quantization": None}
-        for name, only in cannot.items():
-            if (given := getattr(self, name)) != only:
-                raise UserError(f"engine {name} is {given!r} and model_impl 'transformers', which computes whole models of plain weights; leave it out")
+        if self.tensor_parallel_size != 1:
+            size = self.tensor_parallel_size
+            raise UserError(f"engine tensor_parallel_size is {size} and model_impl 'transformers', which computes whole models; leave it out")
         if self.runner == "pooling":
             raise UserError("engine runner is 'pooling' and model_impl 'transformers', which computes models that generate text; leave it out")
 

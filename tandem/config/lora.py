@@ -38,7 +38,8 @@ class LoraConfig:
     quantization: Literal["none", "nf4", "int4"] = "none"
     """Keep the matrices of the layers that stay as they are in 4 bits, in the trainer and in the engine, and decode them where they are multiplied
     (QLoRA; Dettmers et al., 2023). `nf4`: 4-bit NormalFloat with a scale for every 64 weights; `int4`: whole numbers with a scale and a zero for every 128.
-    The embedding, the head, norms, biases, experts and the adapter keep `trainer.dtype`."""
+    The embedding, the head, norms, biases, experts and the adapter keep `trainer.dtype`; with `model.implementation: transformers` so does what an adapter
+    cannot change."""
     use_rslora: bool = False
     """Multiply by `alpha` / sqrt(`rank`) instead (Kalajdzievski, 2023)."""
 

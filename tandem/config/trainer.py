@@ -55,8 +55,9 @@ class TrainerConfig:
     recompute: Literal["none", "full", "selective"] = "none"
     """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
     layers (`full`). The bits of gradients do not change."""
-    router_balance_loss: float = 0.0
-    """Coefficient of the load-balancing loss of a mixture of experts. 0: off."""
+    router_balance_loss: float | None = None
+    """Coefficient of the load-balancing loss of a mixture of experts: of each layer, or with `model.implementation: transformers` of all layers together, as
+    transformers computes it. 0: off. By default off, but with that implementation `router_aux_loss_coef` of a `config.json` with `output_router_logits`."""
     router_bias_rate: float = 0.0
     """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001), which a Hugging Face folder cannot store. 0: off."""
     router_replay: Literal["auto", "R3", "disabled"] = "auto"
@@ -110,7 +111,7 @@ class TrainerConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be at least 0 and below 1")
         for name in ("weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate"):
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not 0 <= (getattr(self, name) or 0.0) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 (off) or more, and finite")
         check_float32("trainer", self, "learning_rate", "epsilon", "weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate")
         for name in ("warmup_steps", "decay_steps", "max_skipped_steps"):

@@ -19,7 +19,6 @@ def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parall
     """Raises ``UserError`` for the first key with a value that ``model.implementation: transformers`` cannot have. ``more``: those of other sections."""
     if not model.implemented_by.is_transformers:
         return
-    lora = trainer.lora
     whole = "computes whole models"
     refusals: tuple[Refusal, ...] = (
         ("trainer.backend", trainer.backend, ("tandem",), "is trained by Tandem's own trainer alone"),
@@ -28,8 +27,6 @@ def check_transformers_module(model: ModelConfig, trainer: TrainerConfig, parall
         ("parallel.context", parallel.context, (1,), whole),
         ("parallel.expert", parallel.expert, (1,), whole),
         ("parallel.zero", parallel.zero, (0, 1, 2), "keeps whole weights on every rank"),
-        ("trainer.lora.quantization", "none" if lora is None else lora.quantization, ("none",), "multiplies with plain weights"),
-        ("trainer.router_balance_loss", trainer.router_balance_loss, (0.0,), "adds no loss of its routers"),
         ("trainer.router_bias_rate", trainer.router_bias_rate, (0.0,), "leaves routers as they are trained"),
         ("trainer.offload_parameters", trainer.offload_parameters, ("none",), "keeps weights in memory"),
         ("trainer.offload_activations", trainer.offload_activations, ("none",), "keeps activations in memory"),
@@ -48,7 +45,6 @@ def of_rollouts(recipe: "Recipe") -> Iterable[Refusal]:
     return (
         ("rollout.backend", recipe.rollout.backend, ("tandem",), "draws samples with Tandem's own engine alone"),
         ("rollout.engine.tensor_parallel_size", engine.tensor_parallel_size, (1,), "computes whole models"),
-        ("rollout.engine.quantization", engine.quantization, (None,), "multiplies with plain weights"),
         ("algorithm.name", recipe.algorithm.name if recipe.has_critic else None, (None,), one_model),
         ("reward_model.path", recipe.reward_model.path or None, (None,), one_model),
     )

@@ -98,8 +98,16 @@ def chat_format_of(folder: Path, tokenizer: Tokenizer, tools: Sequence[Mapping[s
         # The current date would make the prompts differ from one day to the next.
         return ChatTemplate.from_folder(folder, with_tools, knows_today=False)
 
+    def render(messages: Messages, shown: Sequence[Mapping[str, Any]]) -> str:
+        compiled = template(bool(shown))
+        text = compiled.render(messages, tools=shown or None)
+        if not tools:
+            # Those of a recipe may be in its own words, for a template that knows none.
+            compiled.check_tools(text, messages, shown)
+        return text
+
     return ChatFormat(
-        lambda messages, tools: template(bool(tools)).render(messages, tools=tools or None),
+        render,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         lambda messages, shown: examples.encode([examples.render(Example(messages=tuple(messages), tools=tuple(shown)))])[0],
         tools,

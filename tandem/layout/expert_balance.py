@@ -5,8 +5,17 @@ from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
 
 
+def balance_loss(shapes: ModelShapes, config: TrainerConfig) -> float:
+    """Returns the coefficient of the load-balancing loss: that of the recipe, or of the folder's ``config.json`` where a module of transformers reads it."""
+    asked = 0.0 if shapes.transformers is None else shapes.transformers.router_loss
+    return asked if config.router_balance_loss is None else config.router_balance_loss
+
+
 def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
     """Raises ``UserError`` if ``config`` balances the experts of a model without experts, or of one whose router is balanced by a bias of its own."""
+    if shapes.transformers is not None:
+        _check_module(shapes, config)
+        return
     for name in ("router_balance_loss", "router_bias_rate"):
         if getattr(config, name) and shapes.experts is None:
             raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")
@@ -19,4 +28,17 @@ def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
         raise UserError(
             f"'trainer.router_bias_rate' is {config.router_bias_rate}; this {shapes.architecture} model chooses experts by groups, or scales their gates, "
             "without a bias: leave it at 0, or set trainer.router_balance_loss"
+        )
+
+
+def _check_module(shapes: ModelShapes, config: TrainerConfig) -> None:
+    module, loss = shapes.transformers, balance_loss(shapes, config)
+    assert module is not None
+    if loss and not module.loss_routers:
+        raise UserError(f"'trainer.router_balance_loss' is {loss}, and {module.class_name} has no load-balancing loss in transformers; leave it out")
+    if loss and config.share_prompts:
+        raise UserError(
+            f"'trainer.share_prompts' is true, so that a prompt's tokens count once in the load-balancing loss, whose coefficient is {loss} "
+            f"({'config.json' if config.router_balance_loss is None else 'trainer.router_balance_loss'}); set trainer.share_prompts to false, or "
+            "trainer.router_balance_loss to 0"
         )

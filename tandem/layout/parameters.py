@@ -94,7 +94,9 @@ def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
 
 def linear_matrices(shapes: ModelShapes) -> set[str]:
     """Returns the names, without ``.weight``, of the layers' matrices that may be quantized, those of layers of all kinds; experts have none but the shared
-    ones, nor has the one that latent attention multiplies head by head."""
+    ones, nor has the one that latent attention multiplies head by head. Of a module of transformers those that an adapter can change."""
+    if shapes.transformers is not None:
+        return set(shapes.transformers.linears)
     modules = (*(name for name in LATENT_MODULES if name != WITHIN_HEADS), *LINEAR_ATTENTION_MODULES, *LINEAR_MODULES)
     return {linear_name(shapes, layer, module) for layer in range(shapes.num_hidden_layers) for module in modules}
 

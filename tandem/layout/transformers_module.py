@@ -22,6 +22,10 @@ class TransformersModule:
         head_parameter: The name of the head's weight in the module.
         routers: The names in the module of the matrices that choose experts, and of those that weigh shared ones.
         expert_names: The last parts of the names of the experts' matrices, which PEFT takes for all experts of a layer wherever an adapter names them.
+        loss_routers: The names of the modules whose outputs have the logits of a loss of routers, one for each mixture; empty if the class has none.
+        logits_index: Where those outputs have them.
+        num_experts: The experts of each mixture with that loss, and ``experts_per_token``: those of the largest probabilities that it counts.
+        router_loss: The coefficient of the loss that ``config.json`` asks for (``output_router_logits``, ``router_aux_loss_coef``); 0 if it does not.
         ignored: Patterns of the names of tensors that a folder may have beside the parameters.
         trust_remote_code: The class is the code in the model's folder, which the user has allowed to run.
     """
@@ -38,6 +42,11 @@ class TransformersModule:
     head_parameter: str = ""
     routers: tuple[str, ...] = ()
     expert_names: tuple[str, ...] = ()
+    loss_routers: tuple[str, ...] = ()
+    logits_index: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    router_loss: float = 0.0
     ignored: tuple[str, ...] = ()
     trust_remote_code: bool = False
 

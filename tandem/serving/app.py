@@ -111,12 +111,12 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/chat/completions", responses=streamed, response_model=None)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        return warned(body, await openai.chat_completions(state, body, request))
+        return warned(body, await openai.chat_completions(state, body, request), request)
 
     @app.post("/v1/responses", responses=streamed, response_model=None)
     async def respond(body: responses.ResponsesRequest, request: Request) -> Response:
         """Answer in a conversation, in the form of OpenAI's responses."""
-        return warned(body, await responses.create(state, body, request))
+        return warned(body, await responses.create(state, body, request), request)
 
     @app.get("/v1/responses/{id}", response_model=None)
     async def stored_response(id: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages", responses=streamed | _errors(_ANTHROPIC_ERROR_SCHEMA), response_model=None)
     async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
         """Answer in a conversation, in the form of Anthropic's messages."""
-        return warned(body, await anthropic.create(state, body, request))
+        return warned(body, await anthropic.create(state, body, request), request)
 
     @app.post("/v1/messages/count_tokens", responses=_errors(_ANTHROPIC_ERROR_SCHEMA), response_model=None)
     async def count_tokens(body: anthropic.MessagesRequest, request: Request) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Names, in a header of the answer, the fields of a request that are ignored."""
+"""Names, in a header of the answer, the fields of a request that are ignored, or have no effect."""
 
 from collections.abc import Iterator
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.serving.protocol import Body
@@ -11,13 +12,23 @@ _MOST_FIELDS = 20
 _LONGEST_NAME = 60
 
 
-def warned(body: Body, response: Response) -> Response:
-    """Returns ``response`` with the header ``X-Tandem-Warning`` if ``body`` has fields that are not read, as OpenAI's clients of later versions send."""
+def warn_of(request: Request, text: str) -> None:
+    """Notes ``text``, in printable ASCII, for the header of the answer to ``request``."""
+    request.state.warning = text
+
+
+def warned(body: Body, response: Response, request: Request | None = None) -> Response:
+    """Returns ``response`` with the header ``X-Tandem-Warning`` if ``body`` has fields that are not read, as OpenAI's clients of later versions send, or
+    something was noted of ``request``."""
+    noted = None if request is None else getattr(request.state, "warning", None)
+    if noted is not None:
+        response.headers[WARNING] = noted
     names = list(_ignored(body, ""))
     if names:
         shown = ", ".join(f"'{name}'" for name in names[:_MOST_FIELDS])
         more = f" and {len(names) - _MOST_FIELDS} more" if len(names) > _MOST_FIELDS else ""
-        response.headers[WARNING] = f"ignored: unknown field{'s' if len(names) > 1 else ''} {shown}{more}"
+        ignored = f"ignored: unknown field{'s' if len(names) > 1 else ''} {shown}{more}"
+        response.headers[WARNING] = ignored if noted is None else f"{noted}; {ignored}"
     return response
 
 

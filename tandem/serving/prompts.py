@@ -4,12 +4,15 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
 from tandem.engine.processing.truncation import truncate_prompt
 from tandem.serving.errors import invalid
+from tandem.serving.http_process import say
+from tandem.serving.ignored_fields import warn_of
 from tandem.serving.limits import Limits
 from tandem.serving.protocol import ChatCompletionRequest, ChatMessage, OpenAIFields, SamplingFields
 from tandem.serving.text_encoder import INLINE_CHARACTERS, TextEncoder
@@ -23,6 +26,8 @@ _MAX_GRAMMAR_BYTES = 2**17
 _MAX_CHOICES = 4096
 _MANY_MESSAGES = 64
 """Messages above which a conversation is rendered beside the event loop."""
+_warned: set[Path] = set()
+"""Folders of whose templates the log says that they show no tools."""
 
 
 def sampling_params(body: SamplingFields, defaults: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -118,14 +123,22 @@ class PromptReader:
             raise invalid(f"'chat_template_kwargs' has {sorted(reserved)[0]!r}, which is a field of the request", "chat_template_kwargs")
 
         def render() -> str:
+            options = {"add_generation_prompt": chat.add_generation_prompt, **chat.variables}
             try:
-                return template.render(plain, add_generation_prompt=chat.add_generation_prompt, tools=chat.tools or None, **chat.variables)
+                text = template.render(plain, tools=chat.tools or None, **options)
+                if template.ignores_tools(text, plain, chat.tools, **options):
+                    # As in vLLM, such requests are answered: many clients send their tools to every model.
+                    warn_of(self.request, "the chat template does not show the tools to the model")
+                    if template.folder not in _warned:
+                        _warned.add(template.folder)
+                        say(f"warning: {template.without_tools(len(chat.tools))}; give --chat-template one that writes 'tools'")
+                return text
             except UserError:
                 if not any(message.get("tool_calls") for message in plain):
                     raise
                 # Some templates, such as DeepSeek's, write the arguments of earlier calls as the text that they are given.
                 texts = [_with_text_arguments(message) for message in plain]
-                return template.render(texts, add_generation_prompt=chat.add_generation_prompt, tools=chat.tools or None, **chat.variables)
+                return template.render(texts, tools=chat.tools or None, **options)
 
         is_long = len(plain) > _MANY_MESSAGES or sum(len(message["content"] or "") for message in plain) > INLINE_CHARACTERS
         try:

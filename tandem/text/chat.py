@@ -1,12 +1,14 @@
 """Chat templates: messages to the text that a model was trained to read. Needs jinja2, an optional extra."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tandem.text.bounded_jinja import bounded_environment
 from tandem.text.generation_marks import NO_MARKS, generation_extension
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input, read_json_object
@@ -24,9 +26,12 @@ def apply_chat_template(
     **variables: Any,
 ) -> str:
     """The text of ``messages`` by the template of the tokenizer in ``folder``, or by ``template``, as ``ChatTemplate`` gives
-    it."""
+    it. Warns of ``tools`` that the template does not show."""
     compiled = ChatTemplate.from_folder(folder, with_tools=bool(tools), source=template)
-    return compiled.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    text = compiled.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    if compiled.ignores_tools(text, messages, tools or (), add_generation_prompt=add_generation_prompt, **variables):
+        warnings.warn(compiled.without_tools(len(tools or ())), stacklevel=2)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class ChatTemplate:
     tokens: Mapping[str, Any]
     folder: Path
     has_generation: bool = False
+    _shown: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def from_folder(
@@ -62,16 +68,41 @@ class ChatTemplate:
         known = {"tools": tools, "documents": None, **self.tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text: str = self.template.render(known)
+            with self.template.environment.bounded():
+                text: str = self.template.render(known)
         except Exception as error:  # A template can fail in every way that Python can.
             raise UserError(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
         return text
+
+    def ignores_tools(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **options: Any) -> bool:
+        """Returns whether ``text``, which ``render`` made of the same arguments, is also what the template makes without ``tools``. Once it has shown some,
+        it is not asked again."""
+        if not tools or self._shown:
+            return False
+        try:
+            is_shown = self.render(messages, **options) != text
+        except UserError:  # It refuses what it writes with tools, so it has read them.
+            is_shown = True
+        if is_shown:
+            self._shown.append(True)
+        return not is_shown
+
+    def check_tools(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **options: Any) -> None:
+        """Raises ``UserError`` if ``text``, which ``render`` made of the same arguments, does not show the ``tools``."""
+        if self.ignores_tools(text, messages, tools, **options):
+            raise UserError(f"{self.without_tools(len(tools))}; put a template that writes 'tools' there, or leave the tools out")
+
+    def without_tools(self, count: int) -> str:
+        """Returns that the model does not see the ``count`` tools that came with messages."""
+        which = "the tool" if count == 1 else f"the {count} tools"
+        return f"the chat template of '{self.folder}' writes the same text with {which} and without, so that the model does not see them"
 
 
 def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[str, str], knows_today: bool) -> ChatTemplate:
     try:
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = bounded_environment(["jinja2.ext.loopcontrols", generation_extension(marks)])
     except ImportError:
         raise UserError("chat templates need jinja2, which is not installed; pip install 'tandem-rl[chat]'") from None
 
@@ -81,8 +112,6 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
     settings = tokenizer_settings(folder)
     if source is None:
         source = template_source(folder, with_tools)
-    extension = generation_extension(marks)
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", extension])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     if knows_today:

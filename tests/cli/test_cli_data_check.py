@@ -1,6 +1,7 @@
 """``tandem data check``: rows as the model will see them, lengths in tokens, and what is wrong in which line."""
 
 import json
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -124,3 +125,29 @@ def test_prompts_are_shown_with_the_tools_of_the_recipe(command: Run, folder: Pa
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
     done = command("data", "check", "--recipe", tmp_path / "recipe.yaml", "--tokenizer", folder, "--json")
     assert '"name": "calculator"' in json.loads(done.out)["shown"][0]["text"]
+
+
+def test_rows_whose_tools_the_template_does_not_show_are_named_and_those_of_a_recipe_may_be_in_its_own_words(
+    command: Run, folder: Path, tmp_path: Path
+) -> None:
+    shows, without = tmp_path / "shows", tmp_path / "without"
+    of_messages = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    for each, template in ((shows, "{% if tools %}{{ tools | tojson }}{% endif %}" + of_messages), (without, of_messages)):
+        shutil.copytree(folder, each)
+        (each / "chat_template.jinja").write_text(template)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    asked = [{"role": "user", "content": "2+2="}]
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": asked, "answer": "4"}, {"prompt": asked, "answer": "4", "tools": tools}])
+    answered = [*asked, {"role": "assistant", "content": "4"}]
+    examples = write(tmp_path / "examples.jsonl", [{"messages": answered, "tools": tools}, {"messages": answered}])
+    for path, line, options in ((prompts, 2, ()), (examples, 1, ("--form", "examples"))):
+        assert command("data", "check", path, "--tokenizer", shows, *options).code == 0
+        done = command("data", "check", path, "--tokenizer", without, *options)
+        says = f"the chat template of '{without}' writes the same text with the tool and without, so that the model does not see them"
+        (problem,) = [each for each in done.out.splitlines() if says in each]
+        assert done.code == 1 and problem.startswith(f"{path}:{line}: ")
+        assert problem.endswith("; put a template that writes 'tools' there, or leave the tools out")
+    path = write(tmp_path / "plain.jsonl", [{"prompt": asked, "answer": "4"}])
+    sections = {"model": {"path": str(without)}, "task": {"name": "dataset", "path": str(path), "tools": ["calculator"]}, "rollout": {"multi_turn": {}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    assert command("data", "check", "--recipe", tmp_path / "recipe.yaml").code == 0

@@ -141,11 +141,12 @@ def test_the_command_generates_and_refuses_what_a_module_cannot_do_in_one_line(t
     make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789", tmp_path)
     saved(QUICK, tmp_path, vocab_size=42)
     asked = ["generate", str(tmp_path), "--prompt", "abc", "--max-tokens", "4", "--temperature", "0"]
-    assert main([*asked, "--model-impl", "transformers"]) in (0, None)
-    assert capsys.readouterr().out.strip("\n")
+    for options in ([], ["-q", "int8"]):
+        assert main([*asked, "--model-impl", "transformers", *options]) in (0, None)
+        assert capsys.readouterr().out.strip("\n")
     refused = [
         ([], "model_type 'stablelm'; supported are"), (["--model-impl", "transformers", "-tp", "2"], "engine tensor_parallel_size is 2 and model_impl"),
-        (["--model-impl", "transformers", "-q", "int8"], "engine quantization is 'int8' and model_impl 'transformers'"),
+        (["--model-impl", "transformers", "-q", "int3"], "quantization is 'int3'; it must be one of"),
     ]  # fmt: skip
     for options, says in refused:
         assert main([*asked, *options]) == 2

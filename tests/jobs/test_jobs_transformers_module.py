@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from data_runs import refused
+from dequantized import dequantized
 from module_runs import STEPS, check_read_by_transformers, early_letters, rl_recipe, run_sft, sft_recipe, write_model
 
 from tandem.cli.main import main
@@ -15,7 +16,9 @@ from tandem.config.implementation import Implementation
 from tandem.config.recipe import load_config
 from tandem.jobs.start import dry_run, train
 from tandem.jobs.try_commands import data_commands, task_commands
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.peft_folder import read_adapter
 from tandem.planner.model_input import read_model
 from tandem.types import UserError
 
@@ -80,6 +83,27 @@ def test_grpo_trains_an_adapter_that_peft_reads_and_the_model_with_it_merged(mod
 
 
 @pytest.mark.full
+def test_grpo_trains_an_adapter_beside_4_bits_with_the_bits_of_the_rollout_and_merges_it_into_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "gpt_neox")
+    lora = {"rank": 4, "alpha": 16.0, "target_modules": ["query_key_value", "dense_h_to_4h"], "quantization": "nf4"}
+    result = train(rl_recipe(folder, tmp_path / "runs", trainer={"lora": lora, "learning_rate": 1e-2}), rewards=[early_letters])
+    trained = Path(result.model)
+    written = [json.loads(line) for line in (trained.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mismatch_max_abs"] for row in written] == [0.0] * STEPS and written[0]["kl"] == 0.0 < written[-1]["kl"]
+    before, after = dict(read_tensors(folder, stacked=False)), dict(read_tensors(trained, stacked=False))
+    adapter = dict(read_adapter(trained.parent / "adapter"))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    module = read_shapes(folder, implemented_by=Implementation("transformers")).transformers
+    assert module is not None and changed == {f"{name}.weight" for name in module.linears}
+    for name in changed:
+        expected, low = dequantized(before[name], "nf4"), f"{name.removesuffix('.weight')}.lora_A.weight"
+        if low in adapter:
+            expected = expected + 4.0 * adapter[low.replace("lora_A", "lora_B")].double() @ adapter[low].double()
+        torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
+    check_read_by_transformers(trained)
+
+
+@pytest.mark.full
 def test_fine_tuning_of_a_declared_family_has_the_curve_of_tandems_own_network(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3")
     ours = run_sft(tmp_path / "own", model, model={"implementation": "tandem"})
@@ -92,8 +116,8 @@ def test_fine_tuning_of_a_declared_family_has_the_curve_of_tandems_own_network(t
 CANNOT = {
     "parallel.tensor=2": "'parallel.tensor' is 2 and model.implementation 'transformers', which computes whole models; set it to 1",
     "parallel.pipeline=2": "'parallel.pipeline' is 2 and model.implementation", "parallel.context=2": "'parallel.context' is 2 and model.implementation",
-    "trainer.lora.quantization=nf4": "'trainer.lora.quantization' is 'nf4' and model.implementation",
-    "trainer.router_balance_loss=0.1": "'trainer.router_balance_loss' is 0.1 and model.implementation",
+    "parallel.expert=2 parallel.data=2": "'parallel.expert' is 2 and model.implementation",
+    "trainer.router_bias_rate=0.1": "'trainer.router_bias_rate' is 0.1 and model.implementation",
     "trainer.lora.target_modules=[dense] model.implementation=tandem": "'trainer.lora.target_modules' has 'dense'; supported are",
     "parallel.zero=3 parallel.data=2": "set it to 0 or 1 or 2",
     "trainer.offload_activations=nvme": "'trainer.offload_activations' is 'nvme' and model.implementation",

@@ -3,10 +3,10 @@ the same quantization has the trainer's bits."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
+from dequantized import KINDS, Kind, dequantized
 from lora_adapters import adapt
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,8 +34,6 @@ from tandem.model.initialise import initialise
 from tandem.model.lora import LoraBatch, lora_batch, stack
 from tandem.model.quantization.scheme import scheme_named
 
-Kind = Literal["nf4", "int4"]
-KINDS: tuple[Kind, ...] = ("nf4", "int4")
 # 160 columns are groups of 64, 64 and 32, or of 128 and 32.
 SHAPES = ModelShapes(
     "qwen2", vocab_size=61, hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16, intermediate_size=160,
@@ -43,26 +41,6 @@ SHAPES = ModelShapes(
 )  # fmt: skip
 KERNELS = select("auto", torch.float32, torch.device("cpu"))
 TOKENS, LENGTHS = torch.arange(24) * 7 % 61, (9, 15)
-
-
-def dequantized(weight: Tensor, kind: Kind) -> Tensor:
-    """Returns the nearest weight that ``kind`` can hold, in float64 and group by group: ``nf4`` after QLoRA, section 3; ``int4`` with a scale and a zero."""
-    groups = []
-    for group in weight.double().split(64 if kind == "nf4" else 128, dim=1):
-        if kind == "nf4":
-            # float32, as the largest magnitude is stored.
-            scale = group.abs().amax(1, keepdim=True)
-            above = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
-            below = -torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1])
-            numbers = torch.cat([above, below, torch.zeros(1)]).sort().values
-            numbers = numbers / numbers.max()
-            groups.append(scale * numbers[(group[..., None] / scale[..., None] - numbers).abs().argmin(-1)])
-        else:
-            low, high = group.amin(1, keepdim=True).clamp(max=0), group.amax(1, keepdim=True).clamp(min=0)
-            scale = ((high - low) / 15).float().double()
-            zero = (-low / scale).round()
-            groups.append(((group / scale).round() + zero).clamp(0, 15).sub(zero) * scale)
-    return torch.cat(groups, dim=1)
 
 
 @pytest.fixture(scope="module")

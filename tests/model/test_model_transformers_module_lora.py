@@ -152,3 +152,25 @@ def test_matrices_of_experts_and_a_module_without_linear_layers_are_refused(peer
     peer_model("gpt2", hidden_size=64).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UserError, match=r"model has no linear layers that an adapter can change; leave trainer\.lora out$"):
         adapted_shapes(read_shapes(tmp_path / "gpt2", implemented_by=BY_TRANSFORMERS), LoraConfig())
+
+
+def test_peft_adapters_of_stacked_experts_are_refused_with_the_way_to_serve_them(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    peer = peer_model("qwen3_moe", **TYPES["qwen3_moe"][0])
+    peer.save_pretrained(tmp_path / "base")
+    parameters_of_experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(peer, PeftConfig(r=2, target_modules=["q_proj"], target_parameters=parameters_of_experts, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    shapes = read_shapes(tmp_path / "base", implemented_by=BY_TRANSFORMERS)
+    says = r"has target_parameters \[.*\], and the stacked matrices of experts .*; merge it into the model \(PEFT's merge_and_unload\)"
+    with pytest.raises(UserError, match=says):
+        load_adapter(tmp_path / "adapter", shapes, max_rank=8)
+    with torch.no_grad():
+        expected = torch.cat([adapted(s.unsqueeze(0)).logits[0] for s in SEQUENCES])
+        with adapted.disable_adapter():
+            assert not torch.allclose(torch.cat([adapted(s.unsqueeze(0)).logits[0] for s in SEQUENCES]), expected, atol=1e-2)
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+        merged = load_model(tmp_path / "merged", select("auto"), implemented_by=BY_TRANSFORMERS)
+        torch.testing.assert_close(merged.logits(packed_hidden(merged)), expected, rtol=0, atol=1e-4)

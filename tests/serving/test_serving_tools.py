@@ -217,3 +217,17 @@ def test_a_parser_that_is_unknown_is_one_line_before_any_work(model: Path, flags
 def test_a_server_without_a_parser_says_so(shared: Server, client: openai.OpenAI) -> None:
     response = shared.post("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
     assert response.status_code == 400 and "--enable-auto-tool-choice" in response.json()["error"]["message"]
+
+
+def test_a_template_that_shows_no_tools_is_named_in_the_log_and_in_a_header_and_the_request_is_answered(shared: Server, running: Server) -> None:
+    forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1, "max_tokens": 200}
+    for _ in range(2):
+        answer = shared.post("/v1/chat/completions", {**forced, "x": 1})
+        assert answer.json()["choices"][0]["message"]["tool_calls"]
+        assert answer.headers["x-tandem-warning"] == "the chat template does not show the tools to the model; ignored: unknown field 'x'"
+    says = "writes the same text with the 2 tools and without, so that the model does not see them; give --chat-template one that writes 'tools'"
+    assert shared.log.read_text().count(says) == 1
+    for other in ({**forced, "tool_choice": "none"}, {"messages": MESSAGES, "max_tokens": 1}):
+        assert "x-tandem-warning" not in shared.post("/v1/chat/completions", other).headers
+    shown = running.post("/v1/chat/completions", {**forced, "model": "tiny"}, headers={"Authorization": f"Bearer {API_KEY}"})
+    assert shown.status_code == 200 and "x-tandem-warning" not in shown.headers and says not in running.log.read_text()

@@ -70,6 +70,11 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     for key, plain in _PLAIN.items():
         if config.get(key) and config[key] != plain:
             raise UserError(f"adapter '{folder}' has {key} {reprlib.repr(config[key])}; only {json.dumps(plain)} is supported")
+    if config.get("target_parameters"):
+        raise UserError(
+            f"adapter '{folder}' has target_parameters {reprlib.repr(config['target_parameters'])}, and the stacked matrices of experts have none for each "
+            "request; merge it into the model (PEFT's merge_and_unload), or train it with target_modules alone"
+        )
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise UserError(f"adapter '{folder}' has lora_alpha {reprlib.repr(alpha)}; it must be a finite number")

@@ -8,18 +8,22 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import AttentionContext, AttentionLayer, Rotation, attend
+from tandem.model.joint_balance import BalancedPass
 from tandem.model.lora import LoraBatch
 
 NAME = "tandem"
 """The name of the attention function in transformers' ``AttentionInterface``."""
-UNDERSTOOD = frozenset({"position_ids", "cache_position", "is_causal", "sliding_window", "use_cache", "output_attentions", "training", "head_mask"})
+UNDERSTOOD = frozenset(
+    {"position_ids", "cache_position", "is_causal", "sliding_window", "use_cache", "output_attentions", "output_router_logits", "training", "head_mask"}
+)
 """The arguments of attention functions that need no attention here: windows are read from the masks, and positions are the module's own."""
 _PLACE = "_tandem_attention"
 
 
 class Computing:
     """What the replaced parts of one module compute with: the ``kernels``, and during a forward pass its ``context`` and ``kv_dtype``, the dtype that packed
-    keys and values are rounded to. ``has_adapter``: linear layers add the adapter that they have. ``lora``: the rows with adapters of requests."""
+    keys and values are rounded to. ``has_adapter``: linear layers add the adapter that they have. ``lora``: the rows with adapters of requests. ``balance``:
+    the loss of the routers in this pass (``None``: there is none)."""
 
     def __init__(self, shapes: ModelShapes, kernels: Kernels) -> None:
         self.shapes, self.kernels = shapes, kernels
@@ -27,6 +31,7 @@ class Computing:
         self.kv_dtype: torch.dtype | None = None
         self.has_adapter = True
         self.lora: LoraBatch | None = None
+        self.balance: BalancedPass | None = None
         self.rotation: Rotation | None = None
 
     def begin(self, kernels: Kernels, context: AttentionContext, kv_dtype: torch.dtype, tokens: Tensor) -> None:
@@ -38,10 +43,10 @@ class Computing:
 
     def state(self) -> tuple[Any, ...]:
         """Returns what ``begin`` has set, for a layer that is computed again later (``restore``)."""
-        return self.kernels, self.context, self.kv_dtype, self.rotation
+        return self.kernels, self.context, self.kv_dtype, self.rotation, self.balance
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        self.kernels, self.context, self.kv_dtype, self.rotation = state
+        self.kernels, self.context, self.kv_dtype, self.rotation, self.balance = state
 
 
 class _Place:

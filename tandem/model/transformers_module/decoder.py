@@ -18,14 +18,17 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE
 from tandem.model.attention import AttentionContext, PackedContext
 from tandem.model.decoder import Decoder
+from tandem.model.joint_balance import JointBalance
 from tandem.model.lora import LoraBatch
-from tandem.model.quantization.scheme import Scheme
+from tandem.model.quantization.scheme import Scheme, pack_weight, scheme_named
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.routing import ReplayCount, WithoutGradient
 from tandem.model.transformers_module.attention import NAME, Computing, attach
 from tandem.model.transformers_module.describe import new_module, read_config
 from tandem.model.transformers_module.kept import Kept
 from tandem.model.transformers_module.replaced import KernelLinear, add_adapters, products, replace_parts
+from tandem.model.transformers_module.router_loss import attach_router_loss
+from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -33,7 +36,7 @@ class TransformersDecoder(Decoder):
     """The module of transformers that ``shapes`` describe, over a flat batch of T tokens.
 
     Attention, linear layers, experts, the adapter that is trained, root-mean-square norms, common activations, the head and the log-probabilities are Tandem's
-    kernels; the rest is the module's own. It is never sharded, and has no value head or quantization. ``config``: of transformers, as ``read_config`` returns
+    kernels; the rest is the module's own. It is never sharded, and has no value head. ``config``: of transformers, as ``read_config`` returns
     it.
     """
 
@@ -44,11 +47,14 @@ class TransformersDecoder(Decoder):
         self.positions = shapes.max_position_embeddings
         self.kernels, self.dtype, self.config = kernels, dtype, config
         network = new_module(config, NAME, dtype, device, shapes.transformers.trust_remote_code)
+        # Nothing reads the logits of routers after a pass, which this would keep.
+        network.config.output_router_logits = False
         self.computing = Computing(shapes, kernels)
         self.kept = Kept(network, dtype, shapes.lora is None)
         replace_parts(network, self.computing)
         add_adapters(network, shapes)
         attach(network, self.computing)
+        attach_router_loss(network, self.computing)
         # Parameters are named by the first place that has them: as in a ``Decoder`` where it has the same.
         self.embed_tokens = network.get_input_embeddings().weight
         self.layers = network.get_submodule(shapes.transformers.layers)
@@ -59,7 +65,7 @@ class TransformersDecoder(Decoder):
         self.shard_spec, self.spans = WHOLE, (whole(shapes.num_hidden_layers),)
         self.lm_head = self.score = None
         self.kv_cache_dtype: KVCacheDtype = "auto"
-        self.quantization: Scheme | None = None
+        self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
         self.around_layer = None
         self.recompute: Recompute = "none"
         self.replay_count = ReplayCount()
@@ -106,8 +112,12 @@ class TransformersDecoder(Decoder):
         if isinstance(context, PackedContext):
             kernels, self._around = around_layers(self.recompute, self.kernels, self.around_layer)
         self.computing.begin(kernels, context, stored_dtype(self.kv_cache_dtype, self.dtype), tokens)
+        joint = self.router_balance if isinstance(context, PackedContext) else None
+        self.computing.balance = balance = joint.new_pass() if isinstance(joint, JointBalance) else None
         base = self.network.base_model
         output = base(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True)
+        if balance is not None:
+            balance.end()
         hidden: Tensor = output.last_hidden_state[0]
         if hidden.requires_grad:
             for parameter in self.kept.parameters():
@@ -133,8 +143,8 @@ class TransformersDecoder(Decoder):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def huggingface_parameters(self) -> dict[str, Tensor]:
-        """Returns every parameter by its name in the folder. Raises ``RuntimeError`` if they are packed."""
-        if self._is_packed:
+        """Returns every parameter by its name in the folder. Raises ``RuntimeError`` if they are packed, or quantized beside an adapter."""
+        if self._is_packed or self.is_frozen:
             raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
         module = self.shapes.transformers
         assert module is not None
@@ -192,13 +202,36 @@ class TransformersDecoder(Decoder):
                 self._pack_products(layer)
             self._pack_products(self.network)
             self._is_packed = True
-        self._packed_head = self.kernels.pack(self.head_weight)
+        if self.head_quantization is not None and self.network.get_output_embeddings().bias is not None:
+            raise UserError(f"quantization has '+head', and the head of {type(self.network).__name__} has a bias, which that would round; leave '+head' out")
+        self._packed_head = pack_weight(self.kernels, self.head_weight, self.head_quantization)
         self._version += 1
+
+    @torch.no_grad()
+    def freeze(self, fill: Callable[[int], None]) -> None:
+        assert self.quantization is not None and not self._is_packed
+        for index, layer in enumerate(self.layers):
+            fill(index)
+            self._freeze_products(layer, self.quantization)
+        self._freeze_products(self.network, self.quantization)
+        self.is_frozen = True
+
+    def _freeze_products(self, module: nn.Module, scheme: Scheme) -> None:
+        for each in products(module):
+            if isinstance(each, KernelLinear) and each.frozen is None and self._scheme_of(each) is not None:
+                each.plain_shape = tuple(each.weight.shape)
+                each.freeze(self.kernels, scheme)
+
+    def _scheme_of(self, product: object) -> Scheme | None:
+        """Returns how ``product`` is rounded: beside an adapter in training only linear layers that could have one are, as in the trainer."""
+        assert self.shapes.transformers is not None
+        is_adaptable = isinstance(product, KernelLinear) and product.name in self.shapes.transformers.linears
+        return self.quantization if is_adaptable else self.expert_quantization
 
     def _pack_products(self, module: nn.Module) -> None:
         for each in products(module):
             if each.packed is None:
-                each.packed, each.plain_shape = each.pack(self.kernels), tuple(each.weight.shape)  # type: ignore[assignment]
+                each.packed, each.plain_shape = each.pack(self.kernels, self._scheme_of(each)), tuple(each.weight.shape)
                 each.weight.data = each.weight.data.new_empty(0)
 
     def unpack(self, in_one_layer: bool = False) -> None:
@@ -206,11 +239,14 @@ class TransformersDecoder(Decoder):
             if each.packed is not None:
                 each.packed = None
                 each.weight.data = torch.empty(each.plain_shape, dtype=self.dtype, device=self.device)
-        self._is_packed, self._packed_head = False, None
+            elif isinstance(each, KernelLinear) and each.frozen is not None:
+                each.frozen = None
+                each.weight = nn.Parameter(torch.empty(each.plain_shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        self._is_packed, self._packed_head, self.is_frozen = False, None, False
 
     def twin(self) -> "TransformersDecoder":
         twin = TransformersDecoder(self.shapes, self.kernels, self.config, dtype=self.dtype, device=self.device)
-        twin.kv_cache_dtype = self.kv_cache_dtype
+        twin.quantization, twin.kv_cache_dtype = self.quantization, self.kv_cache_dtype
         return twin
 
     def exchange_weights(self, twin: Decoder) -> None:
@@ -227,7 +263,8 @@ class TransformersDecoder(Decoder):
             product.plain_shape = of_twin.plain_shape
 
     def frozen_tensors(self) -> list[Tensor]:
-        return []
+        held = [each.frozen for each in products(self.network) if isinstance(each, KernelLinear) and each.frozen is not None]
+        return [tensor for packed in held for tensor in (packed.data, packed.scales, packed.zeros) if tensor is not None]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TransformersDecoder":
         if self._is_packed:

@@ -35,6 +35,7 @@ from tandem.model.transformers_module.mixtures import InnerSize, expert_names, i
 from tandem.model.transformers_module.one_line import one_line
 from tandem.model.transformers_module.probe import PROBE, Call, observe, observed_mask, probe
 from tandem.model.transformers_module.read import to_json
+from tandem.model.transformers_module.router_loss import NO_LOSS, observe_router_loss
 from tandem.types import UserError
 
 _ABOVE_0 = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
@@ -185,6 +186,7 @@ def _shapes(
     mlp = inner_size(network, hidden, layers, dense) or InnerSize(dense, any("gate" in name for name, _ in parameters))
     head_name, routers, of_experts = names[id(network.get_output_embeddings())], router_names(network), expert_names(network, stored)
     windows = tuple(call.window for call in calls)
+    loss = observe_router_loss(network) if of_experts else NO_LOSS
     return ModelShapes(
         architecture=config.model_type,
         vocab_size=int(embedding.shape[0]),
@@ -218,6 +220,11 @@ def _shapes(
             head_parameter=f"{head_name}.weight",
             routers=routers,
             expert_names=of_experts,
+            loss_routers=loss.routers,
+            logits_index=loss.place,
+            num_experts=loss.num_experts,
+            experts_per_token=loss.each,
+            router_loss=loss.asked,
             ignored=tuple(sorted(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ())),
             trust_remote_code=trust_remote_code,
         ),

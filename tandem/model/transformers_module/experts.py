@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
+from tandem.kernels.api import Kernels, Routing, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.kernels.softmax import softmax
 from tandem.model.attention import logistic
 from tandem.model.moe import dispatched, with_biases
+from tandem.model.quantization.scheme import Scheme, pack_groups
 from tandem.model.routing import sorted_by_expert
 from tandem.model.transformers_module.attention import Computing
 
@@ -29,7 +30,7 @@ class ExpertProduct:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        self.packed: PackedGroups | None = None
+        self.packed: Any = None
         self.plain_shape: tuple[int, ...] = ()
 
     @property
@@ -41,8 +42,8 @@ class ExpertProduct:
         """Returns the matrices [E, N, K]."""
         return self.weight.transpose(1, 2).contiguous() if self._module.is_transposed else self.weight
 
-    def pack(self, kernels: Kernels) -> PackedGroups:
-        return kernels.pack_groups(self.plain())
+    def pack(self, kernels: Kernels, scheme: Scheme | None) -> Any:
+        return pack_groups(kernels, self.plain(), scheme)
 
     def multiply(self, kernels: Kernels, rows: Tensor, bounds: Tensor) -> Tensor:
         """Computes ``Kernels.grouped_linear`` of ``rows[R, K]``, with the biases of the experts if they have some."""

@@ -52,23 +52,29 @@ def probe(network: Any) -> tuple[list[Call], LogitsForm]:
         head.register_forward_hook(lambda _, given, output: _note(observer, given[0], output)),
         base.register_forward_hook(lambda _, __, output: setattr(observer, "base_output", output)),
     ]
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    _observers.append(observer)
     try:
-        with torch.no_grad():
-            # A mask of tokens keeps transformers from reading the positions, which have no values here.
-            output = network(
-                input_ids=tokens, position_ids=torch.arange(TOKENS, device="meta").unsqueeze(0), attention_mask=torch.ones_like(tokens), use_cache=False
-            )
+        output = followed(network, observer)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"its forward pass cannot be followed ({one_line(error)})") from None
     finally:
-        _observers.pop()
         for hook in hooks:
             hook.remove()
     return observer.calls, _logits_form(network, observer, output.logits)
+
+
+def followed(network: Any, observer: _Observer | None = None, **more: Any) -> Any:
+    """Returns the output of ``network`` on the ``meta`` device for ``TOKENS`` tokens, with the arguments ``more``. Raises what its forward pass raises."""
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
+    _observers.append(observer or _Observer([]))
+    try:
+        with torch.no_grad():
+            # A mask of tokens keeps transformers from reading the positions, which have no values here.
+            return network(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False, **more)
+    finally:
+        _observers.pop()
 
 
 def _note(observer: _Observer, given: Tensor, output: Tensor) -> None:

@@ -97,6 +97,7 @@ def from_json(content: dict[str, Any]) -> ModelShapes:
             "linears": tuple(fields["linears"]),
             "routers": tuple(fields["routers"]),
             "expert_names": tuple(fields["expert_names"]),
+            "loss_routers": tuple(fields["loss_routers"]),
             "ignored": tuple(fields["ignored"]),
         }
     )

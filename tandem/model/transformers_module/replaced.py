@@ -3,6 +3,7 @@ gives rotary embeddings tables, so that their bits do not depend on the batch.""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.api import Kernels
+from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import ModelShapes
 from tandem.model.layer import factor_of_norm
 from tandem.model.lora import add_lora
+from tandem.model.quantization.frozen import frozen_linear
+from tandem.model.quantization.scheme import Scheme, pack_weight
 from tandem.model.trained_adapter import AdaptedWeight, TrainedAdapter, adapted_linear, packed_by
 from tandem.model.transformers_module.attention import Computing
 from tandem.model.transformers_module.experts import ExpertProduct, expert_products, replace_mixtures
@@ -29,21 +33,25 @@ _GELU_TANH = tuple(getattr(activations, name) for name in ("GELUTanh", "PytorchG
 
 class KernelLinear(nn.Linear):
     """A linear layer by the kernels. ``packed``: its weight in their layout (``None``: plain); ``plain_shape``: the shape of the plain one meanwhile.
-    ``adapter``: the one that is trained beside it (``None``: none). Adapters of requests name it ``name``."""
+    ``adapter``: the one that is trained beside it (``None``: none); ``frozen``: the quantized weight in the place of the plain one beside that (``None``: it is
+    plain). Adapters of requests name it ``name``."""
 
     name: str
     computing: Computing
-    packed: PackedWeight | AdaptedWeight | None
+    packed: Any
     plain_shape: tuple[int, ...]
     adapter: TrainedAdapter | None
+    frozen: PackedQuantized | None
 
     def forward(self, input: Tensor) -> Tensor:
         rows, kernels, adapter = input.reshape(-1, self.in_features), self.computing.kernels, self.adapter
         if self.packed is not None:
             out = adapted_linear(kernels.linear_packed, rows, self.packed, self.bias)
         else:
-            weight = self.weight if adapter is None or not self.computing.has_adapter else adapter.around(self.weight)
-            out = adapted_linear(kernels.linear, rows, weight, self.bias)
+            own: Any = self.weight if self.frozen is None else self.frozen
+            weight = own if adapter is None or not self.computing.has_adapter else adapter.around(own)
+            linear = kernels.linear if self.frozen is None else partial(frozen_linear, kernels, kernels.linear)
+            out = adapted_linear(linear, rows, weight, self.bias)
         lora = self.computing.lora
         if lora is not None:
             add_lora(kernels, out, rows, lora.stacks.linears.get(self.name), lora)
@@ -53,9 +61,17 @@ class KernelLinear(nn.Linear):
         """Returns the weight [N, K]."""
         return self.weight
 
-    def pack(self, kernels: Kernels) -> PackedWeight | AdaptedWeight:
-        packed = kernels.pack(self.plain())
+    def pack(self, kernels: Kernels, scheme: Scheme | None) -> Any:
+        packed = pack_weight(kernels, self.plain(), scheme)
         return packed if self.adapter is None else self.adapter.around(packed, packed_by(kernels))
+
+    def freeze(self, kernels: Kernels, scheme: Scheme) -> None:
+        """Quantizes the weight, which has no plain form any more."""
+        packed = pack_weight(kernels, self.plain(), scheme)
+        # Offloading moves whole storages: without the room before a large page.
+        is_view = packed.data.untyped_storage().nbytes() > packed.data.nbytes
+        self.frozen = packed._replace(data=packed.data.clone()) if is_view else packed
+        self.register_parameter("weight", None)
 
     def pack_adapter(self, kernels: Kernels) -> None:
         """Packs the adapter of a packed layer again, after it has changed."""
@@ -67,7 +83,7 @@ class KernelConv1D(Conv1D):  # type: ignore[misc]  # transformers has no types f
     """Does ``KernelLinear`` for GPT-2's layer, whose weight is [K, N]."""
 
     computing: Computing
-    packed: PackedWeight | None
+    packed: Any
     plain_shape: tuple[int, ...]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,8 +96,8 @@ class KernelConv1D(Conv1D):  # type: ignore[misc]  # transformers has no types f
         weight: Tensor = self.weight
         return weight.t().contiguous()
 
-    def pack(self, kernels: Kernels) -> PackedWeight:
-        return kernels.pack(self.plain())
+    def pack(self, kernels: Kernels, scheme: Scheme | None) -> Any:
+        return pack_weight(kernels, self.plain(), scheme)
 
 
 class KernelNorm(nn.Module):
@@ -160,7 +176,7 @@ def replace_parts(network: nn.Module, computing: Computing) -> None:
         kind = type(module)
         # A router that is a linear layer stays one, and is computed as routers of other classes are.
         if kind is nn.Linear and module is not head and not described.is_router(f"{name}.weight"):
-            _become(module, KernelLinear, computing, name=name, packed=None, plain_shape=(), adapter=None)
+            _become(module, KernelLinear, computing, name=name, packed=None, plain_shape=(), adapter=None, frozen=None)
         elif kind is Conv1D:
             _become(module, KernelConv1D, computing, packed=None, plain_shape=())
         elif kind.__name__.endswith("RMSNorm"):

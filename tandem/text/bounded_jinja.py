@@ -1,0 +1,136 @@
+"""The environment of chat templates: jinja2's sandbox, in which a template that loops without end is refused.
+
+A template is text of the model's folder, and jinja2 lets it compute for ever: loops in loops, macros that call themselves twice, powers of powers. Each pass
+through a loop, each call and each filter is counted here, and every few of them the processor time of the thread that renders is read. Strings and numbers are
+bounded where operators make them. One operation between two counts is not interrupted."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import wraps
+from typing import Any
+
+MOST_SECONDS = 10.0
+"""Of processor time, for one text: some hundred times what long conversations with many tools take."""
+MOST_CHARACTERS = 2**27
+"""Of a string, and of the elements of a list."""
+MOST_BITS = 2**16
+"""Of a whole number."""
+_EVERY = 16
+_ITEMS, _JOINED = " items", " joined"
+"""Names of filters that no template can write."""
+
+
+class _Spent(threading.local):
+    """The counts of a thread's rendering: ``until``, when it has to end (``None``: nothing is rendered)."""
+
+    until: float | None = None
+    count = 0
+
+
+class _Counted:
+    """``items``, of which each is counted. It has a length where they have one: templates ask for that of a loop."""
+
+    def __init__(self, items: Iterable[Any], count: Callable[[], None]) -> None:
+        self._items, self._count = items, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._count()
+            yield item
+
+
+class _SizedCounted(_Counted):
+    def __len__(self) -> int:
+        assert isinstance(self._items, Sized)
+        return len(self._items)
+
+
+def bounded_environment(extensions: list[Any]) -> Any:
+    """Returns an environment of jinja2 with the settings of transformers, whose ``bounded()`` is the context in which a template of it is rendered. Raises
+    ``ImportError`` without jinja2."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**", "+"})
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self._spent = _Spent()
+            self.filters = {name: _with_count(function, self._count) for name, function in self.filters.items()}
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree = super()._parse(source, name, filename)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, _ITEMS, [], [], None, None, lineno=loop.lineno)
+            for joined in list(tree.find_all(nodes.Concat)):
+                joined.nodes = [nodes.Filter(nodes.List(joined.nodes, lineno=joined.lineno), _JOINED, [], [], None, None, lineno=joined.lineno)]
+            return tree
+
+        def bounded(self) -> "_Rendering":
+            return _Rendering(self._spent)
+
+        def _count(self) -> None:
+            spent = self._spent
+            spent.count += 1
+            if spent.count % _EVERY == 0 and spent.until is not None and time.thread_time() > spent.until:
+                raise SecurityError(f"it takes more than {MOST_SECONDS:g} seconds of processor time, as one that loops without end")
+
+        def items(self, items: Any) -> Any:
+            return (_SizedCounted if isinstance(items, Sized) else _Counted)(items, self._count)
+
+        def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:  # noqa: N805 - as in jinja2: the names of a template's arguments
+            __self._count()
+            return super().call(__context, __obj, *given, **named)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            self._count()
+            if _is_too_large(operator, left, right):
+                raise SecurityError(f"'{operator}' in it makes too large a value")
+            return super().call_binop(context, operator, left, right)
+
+        def concat(self, parts: Iterable[str]) -> str:
+            every = list(parts)
+            if sum(map(len, every)) > MOST_CHARACTERS:
+                raise SecurityError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
+            return "".join(every)
+
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters[_ITEMS] = environment.items
+    environment.filters[_JOINED] = lambda parts: environment.concat(map(str, parts))
+    return environment
+
+
+def _with_count(function: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(function)
+    def counted(*given: Any, **named: Any) -> Any:
+        count()
+        return function(*given, **named)
+
+    return counted
+
+
+def _is_too_large(operator: str, left: Any, right: Any) -> bool:
+    """Returns whether ``left operator right`` has more than ``MOST_BITS`` bits or ``MOST_CHARACTERS`` elements."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits > MOST_BITS
+    if operator == "+":
+        return isinstance(left, Sized) and isinstance(right, Sized) and len(left) + len(right) > MOST_CHARACTERS
+    repeated, times = (left, right) if isinstance(left, Sized) else (right, left)
+    return isinstance(repeated, Sized) and isinstance(times, int) and len(repeated) * times > MOST_CHARACTERS
+
+
+class _Rendering:
+    """The context in which a text is rendered in this thread."""
+
+    def __init__(self, spent: _Spent) -> None:
+        self._spent = spent
+
+    def __enter__(self) -> None:
+        self._spent.until, self._spent.count = time.thread_time() + MOST_SECONDS, 0
+
+    def __exit__(self, *_: object) -> None:
+        self._spent.until = None
