@@ -24,7 +24,9 @@ constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
 constexpr int64_t LINE = LANES * sizeof(float);  // bytes
+constexpr int64_t LINE_FLOATS = LANES;
 constexpr int64_t LEFT_TILE = MAX_ROWS[MAX_VECTORS];  // rows of a tile of a packed left matrix
+constexpr int64_t LEFT_GROUP = 2 * LEFT_TILE;         // whose rows lie side by side in it: copied in fewer pieces
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
 constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
@@ -179,22 +181,27 @@ void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
 }
 
-// [rows, k] of a transposed left matrix to tiles of LEFT_TILE rows, each [k][LEFT_TILE]. A few k at a time: the rows of a matrix as wide as a page lie in the
+// [rows, k] of a transposed left matrix to groups of LEFT_GROUP rows, each [k][LEFT_GROUP]. A few k at a time: the rows of a matrix as wide as a page lie in the
 // same sets of the first-level cache, which holds no more of them.
 void pack_left(const Left& left, int64_t rows, int64_t k, float* to) {
   constexpr int64_t FEW = 8;
-  for (int64_t begin = 0; begin < k; begin += FEW)
-    for (int64_t m = 0; m < rows; m += LEFT_TILE) {
-      const int64_t high = std::min(LEFT_TILE, rows - m), end = std::min(k, begin + FEW);
-      float* tile = to + m * k + begin * LEFT_TILE;
-      for (int64_t i = begin; i < end; ++i, tile += LEFT_TILE) {
+  for (int64_t begin = 0; begin < k; begin += FEW) {
+    // Rows lie pages apart, where the hardware's prefetch does not follow: the next ones are fetched while these are copied.
+    if (left.row_stride == 1)
+      for (int64_t i = begin + FEW; i < std::min(k, begin + 2 * FEW); ++i)
+        for (int64_t m = 0; m < rows; m += LINE_FLOATS) __builtin_prefetch(left.of_k(i) + m, 0, 3);
+    for (int64_t m = 0; m < rows; m += LEFT_GROUP) {
+      const int64_t high = std::min(LEFT_GROUP, rows - m), end = std::min(k, begin + FEW);
+      float* group = to + m * k + begin * LEFT_GROUP;
+      for (int64_t i = begin; i < end; ++i, group += LEFT_GROUP) {
         const float* from = left.of_k(i) + m * left.row_stride;
-        if (high == LEFT_TILE && left.row_stride == 1)
-          std::memcpy(tile, from, sizeof(float) * LEFT_TILE);
+        if (high == LEFT_GROUP && left.row_stride == 1)
+          std::memcpy(group, from, sizeof(float) * LEFT_GROUP);
         else
-          for (int64_t r = 0; r < high; ++r) tile[r] = from[r * left.row_stride];
+          for (int64_t r = 0; r < high; ++r) group[r] = from[r * left.row_stride];
       }
     }
+  }
 }
 
 // Everything of the product in rows m0 .. m1 and panels p0 .. p1, with the right matrix packed.
@@ -320,9 +327,10 @@ class Block {
       for (int64_t i = 0; i < count; ++i, t.ahead += k * t.ahead_step) {
         // Tiles of about the same height: one of few rows waits for its own sums.
         const int64_t m = tile ? m0 + i * tile : m0 + (m1 - m0) * i / count, end = tile ? std::min(m1, m + tile) : m0 + (m1 - m0) * (i + 1) / count;
-        t.left = tile ? left.data + (m - m0) * k : left.data + (m - m0) * left.row_stride;
+        const int64_t in_group = (m - m0) % LEFT_GROUP;
+        t.left = left.data + (tile ? (m - m0 - in_group) * k + in_group : (m - m0) * left.row_stride);
         t.row_stride = tile ? 1 : left.row_stride;
-        t.k_stride = tile ? tile : left.k_stride;
+        t.k_stride = tile ? LEFT_GROUP : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
         TILES<Math>.of[vectors][end - m](t);
       }
