@@ -8,8 +8,8 @@ pairs in the same order with the same tokens (asserted) and the same constant le
 sums. The sides are processes of their own that take turns, step by step. CPU seconds are those of all threads and child processes. The first step of each
 side is not counted. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
 
-The bound of a ratio of seconds is what it would be with nothing but the matrix products of the update, over the tokens of these pairs, at the rate of
-torch's product measured between the steps (``bounds.py``).
+The bound of a ratio of seconds is what it would be with nothing but the matrix products of the update, over the tokens of these pairs (a prompt once, but in
+the gradients of the weights of the plain side), at the rate of torch's product measured between the steps (``bounds.py``).
 """
 
 import json
@@ -82,11 +82,16 @@ class Work:
     rates: list[dict[str, float]]
 
     def flops(self, *, share_prompts: bool) -> float:
-        """Operations of the products of one step, with every prompt once or in both of its sequences. The last token of a sequence is never fed."""
+        """Operations of the products of one step: the forward pass and the gradients of inputs need every prompt once at least; the gradients of weights are
+        sums over both of its sequences, with ``share_prompts`` over it once."""
+        return (FORWARD_AND_BACKWARD - 1) * self._forward_flops(share_prompts=True) + self._forward_flops(share_prompts=share_prompts)
+
+    def _forward_flops(self, *, share_prompts: bool) -> float:
+        """Operations of a forward pass of one step, with every prompt once or in both of its sequences. The last token of a sequence is never fed."""
         answers = sum(chosen + rejected for _, chosen, rejected in self.lengths)
         prompts, pairs = sum(prompt for prompt, _, _ in self.lengths), len(self.lengths)
         tokens, states = answers - 2 * pairs + (1 if share_prompts else 2) * prompts, answers - pairs * share_prompts
-        return FORWARD_AND_BACKWARD * forward_flops(self.shapes, tokens, states) / self.steps
+        return forward_flops(self.shapes, tokens, states) / self.steps
 
 
 def write_pairs(load: WorkLoad, count: int, path: Path) -> None:

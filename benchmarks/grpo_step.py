@@ -11,8 +11,9 @@ TRL takes its update in one pass or in as many passes as we have micro-batches, 
 memory against the leaner one. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
 
 The bound of a ratio is what it would be with nothing but the matrix products of a step (of the rollout, of the reference's pass, and three times a forward
-pass for training, over the tokens that the steps had), at the rate of torch's product measured between the steps; of memory, with nothing but the imports of
-one process, as our fork server has them, its libraries, and weights, gradients, moments and reference (``bounds.py``).
+pass for training, over the tokens that the steps had, but equal beginnings once wherever that leaves the order of sums as it is), at the rate of torch's
+product measured between the steps; of memory, with nothing but the imports of one process, as our fork server has them, its libraries, and weights, gradients,
+moments and reference (``bounds.py``).
 """
 
 import json
@@ -92,15 +93,16 @@ class Work:
     def flops(self, completion_tokens: float, common: float, *, share_prompts: bool) -> float:
         """Operations of the products of one step with completions of so many tokens on average. The last token of a sequence is never fed; a rollout computes
         the prompt of a group once. ``common``: of the tokens of all sequences, those that an earlier sequence begins with too, which are computed once by the
-        reference, and with ``share_prompts`` in training."""
+        reference and in training; without ``share_prompts`` the gradients of weights are summed over all tokens."""
         samples = self.prompts * self.group
         fed, states = samples * (completion_tokens - 1), samples * (completion_tokens - 1) + self.prompts
         drawn = forward_flops(self.shapes, fed + self.prompts * self.prompt_tokens, states)
         tokens = fed + samples * self.prompt_tokens
         once = tokens * (1 - common)
         shared = forward_flops(self.shapes, once, once - self.prompts * (self.prompt_tokens - 1))
-        trained = shared if share_prompts else forward_flops(self.shapes, tokens, samples * completion_tokens)
-        return drawn + FORWARD_AND_BACKWARD * trained + self.reference * shared
+        # The forward pass and the gradients of inputs need equal beginnings once at least; the gradients of weights are sums over all tokens.
+        trained = FORWARD_AND_BACKWARD * shared if share_prompts else 2 * shared + forward_flops(self.shapes, tokens, samples * completion_tokens)
+        return drawn + trained + self.reference * shared
 
 
 def start_of(name: str, work: Path) -> Path:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import CacheLayer, Kernels, KVLayer, PagedBatch
+from tandem.kernels.trained_layers import Beginnings
 from tandem.model.parallel.context_parallel import SharedContext, shared_attention
 from tandem.model.shared_prompts import SharedPrompts, gathered_rows_of
 
@@ -17,13 +18,15 @@ class PackedContext:
     """Concatenated whole sequences: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start at 0.
     ``max_seqlen``: the longest, in tokens. ``prompts``: where sequences share their prompts; ``cu_seqlens`` then marks the keys of each.
     ``routed_experts[T, layers, k]``: of a mixture of experts, those that each token is sent to in every layer of the model (``None``: its routers choose).
-    ``wanted[W]`` int64: as of a ``PagedContext``, on ranks that have all rows of their batch."""
+    ``wanted[W]`` int64: as of a ``PagedContext``, on ranks that have all rows of their batch. ``beginnings``: what the sequences begin with in common, of a
+    batch that has all of their tokens (``None``: not known)."""
 
     cu_seqlens: Tensor
     max_seqlen: int
     prompts: SharedPrompts | None = None
     routed_experts: Tensor | None = None
     wanted: Tensor | None = None
+    beginnings: Beginnings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from tandem.kernels.dense_layers import DenseProgram
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.mixed import has_independent_rows, head_kernels
 from tandem.kernels.quantized import PackedQuantized
-from tandem.layout.pipeline_stages import Span
+from tandem.kernels.trained_layers import TrainedLayer, TrainedNorm, train_layers_of
+from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.sharding import vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
 from tandem.model.aux_hidden_states import AuxHiddenStates
@@ -34,6 +35,7 @@ from tandem.model.quantization.frozen import frozen_linear
 from tandem.model.recompute import around_layers
 from tandem.model.routing import Replay
 from tandem.model.trained_adapter import adapted_linear
+from tandem.model.trained_layers import trained_layers
 from tandem.model.value_head import label_scores, values_of
 
 
@@ -68,6 +70,12 @@ class Decoder(DecoderWeights):
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
             raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
         if self._packed is None and is_packed_batch and lora is None:
+            has_more = router_logits is not None or span is not None or aux is not None
+            if isinstance(attention, PackedContext) and attention.beginnings is not None and torch.is_grad_enabled() and not has_more:
+                train, layers = train_layers_of(self.kernels), self._trained_layers()
+                if train is not None and layers is not None:
+                    norm = TrainedNorm(self.norm.weight, self.shapes.rms_norm_eps, self.shapes.centred_norms)
+                    return train(self._embed(tokens, self._collectives), positions, attention.beginnings, layers, norm, attention.wanted)
             stage = span or self.spans[0]
             steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
             return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received, aux=aux)
@@ -81,6 +89,20 @@ class Decoder(DecoderWeights):
                     caches = cast("Sequence[KVLayer]", attention.caches)
                     return program.run(self._embed(tokens, self._collectives), positions, caches, attention.batch, attention.wanted)
             return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received, aux)
+
+    @property
+    def computes_beginnings_once(self) -> bool:
+        """Whether training computes what the sequences of a batch begin with in common once, where its context says what that is."""
+        return train_layers_of(self.kernels) is not None and self._trained_layers() is not None
+
+    def _trained_layers(self) -> list[TrainedLayer] | None:
+        """Returns the layers in the form in which kernels compute equal beginnings once; ``None`` where something else is computed, or between layers."""
+        is_whole = self._packed is None and self.group is None and self.parallel is None and self.spans == (whole(self.shapes.num_hidden_layers),)
+        is_plain = not self.is_frozen and not self._has_adapter and self.router_balance is None and self.rotary_order is None
+        stores_as_computed = stored_dtype(self.kv_cache_dtype, self.dtype) is torch.float32 is self.dtype
+        if not (is_whole and is_plain and stores_as_computed and self.around_layer is None and self.recompute == "none"):
+            return None
+        return trained_layers(self._plain_steps(), self.rotary_tables)
 
     def dense_program(self) -> DenseProgram | None:
         """Returns the packed layers of a whole model as the kernels' program; ``None`` where they have none for them."""

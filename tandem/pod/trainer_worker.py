@@ -33,6 +33,7 @@ from tandem.pod.release import release
 from tandem.runtime.collectives.agreement import check_same_kernels, gather_values
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.store import Guard
+from tandem.runtime.machine.heap import small_steps_keep_memory
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import CALL, NO_TRACE
@@ -372,4 +373,5 @@ def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
     parallel = recipe.parallel
     deterministic = True if parallel.deterministic is None else parallel.deterministic
     rank = start(settings, deterministic, parallel.sequence_parallel)
+    small_steps_keep_memory()
     return TrainerWorker(recipe, rank).methods(), rank.fault_point

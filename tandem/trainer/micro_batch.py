@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.reference_dtype import compute_dtype
+from tandem.kernels.trained_layers import Beginnings
 from tandem.model.attention import PackedContext
 from tandem.model.shared_prompts import SharedPrompts
+from tandem.trainer.beginnings import beginnings_of
 from tandem.trainer.prefix_tree import PrefixTree
 from tandem.types import RoutedExperts, TrainSequence
 
@@ -34,7 +36,8 @@ class MicroBatch:
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
     ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
     preference pairs. ``ids``: of the S sequences. ``off_policy[R]`` bool: which targets older weights drew (``None``: none). ``routed_experts[T, layers, k]``
-    int16: the experts that the tokens are sent to (``None``: the routers choose)."""
+    int16: the experts that the tokens are sent to (``None``: the routers choose). ``beginnings``: what the sequences begin with in common, where that was
+    looked for and is much."""
 
     ids: tuple[str, ...]
     tokens: Tensor
@@ -57,6 +60,7 @@ class MicroBatch:
     off_policy: Tensor | None = None
     prompts: SharedPrompts | None = None
     routed_experts: Tensor | None = None
+    beginnings: Beginnings | None = None
 
     @property
     def sequence_count(self) -> int:
@@ -65,7 +69,7 @@ class MicroBatch:
     @property
     def context(self) -> PackedContext:
         """How the tokens attend to each other."""
-        return PackedContext(self.cu_seqlens, self.max_seqlen, self.prompts, self.routed_experts)
+        return PackedContext(self.cu_seqlens, self.max_seqlen, self.prompts, self.routed_experts, beginnings=self.beginnings)
 
     @property
     def own_rows(self) -> Tensor:
@@ -95,11 +99,13 @@ def collate(
     device: torch.device | str = "cpu",
     old_logprobs: Mapping[str, Sequence[float]] | None = None,
     share_prompts: bool = False,
+    finds_beginnings: bool = False,
 ) -> MicroBatch:
     """Returns one micro-batch of ``sequences``, each of which has a counted token, for a model of ``dtype``.
 
     ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. ``share_prompts``: what sequences begin with in common,
-    the prompt of a group at least, is in the batch once, with the first of them. Raises ``ValueError`` for a sequence whose fields are inconsistent."""
+    the prompt of a group at least, is in the batch once, with the first of them. ``finds_beginnings``: the batch says what that is,
+    where it has every token. Raises ``ValueError`` for a sequence whose fields are inconsistent."""
     tokens: list[int] = []
     positions: list[int] = []
     bounds, rows, row_tokens, sequence_of_row, off_policy = [0], list[int](), list[int](), list[int](), list[int]()
@@ -172,6 +178,7 @@ def collate(
         off_policy=whole(off_policy).bool() if any(s.off_policy for s in sequences) else None,
         prompts=_prompts(attended, query_start, device) if len(attended) > len(tokens) else None,
         routed_experts=on_device(torch.cat(routings), device) if routings else None,
+        beginnings=beginnings_of([s.token_ids[: forward_tokens(s)] for s in sequences]) if finds_beginnings and not share_prompts else None,
     )
 
 
@@ -208,10 +215,10 @@ def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 
 def make_micro_batches(
     sequences: Sequence[TrainSequence], bins: Sequence[Bin], passes: int, dtype: torch.dtype, device: torch.device | str,
-    old_logprobs: Mapping[str, Sequence[float]] | None = None, share_prompts: bool = False,
+    old_logprobs: Mapping[str, Sequence[float]] | None = None, share_prompts: bool = False, finds_beginnings: bool = False,
 ) -> list[MicroBatch]:
     """Returns a micro-batch for each of ``bins`` (indices of ``sequences``), and blank ones up to ``passes`` in all."""
-    made = [collate([sequences[i] for i in chosen], dtype, device, old_logprobs, share_prompts) for chosen in bins]
+    made = [collate([sequences[i] for i in chosen], dtype, device, old_logprobs, share_prompts, finds_beginnings) for chosen in bins]
     return made + [blank(dtype, device)] * (passes - len(made))
 
 

@@ -57,6 +57,46 @@ with freed_memory_kept():
 """
 
 
+SMALL_STEPS = """
+import ctypes, resource, sys
+from tandem.runtime.machine.heap import small_steps_keep_memory
+c = ctypes.CDLL("libc.so.6")
+c.malloc.restype, c.malloc.argtypes, c.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
+c.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+SIZE = 5 << 20
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def step(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [c.malloc(SIZE) for _ in range(count)]
+    for block in blocks:
+        c.memset(block, 1, SIZE)
+    for block in reversed(blocks):
+        c.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "kept":
+    small_steps_keep_memory()
+before = resident()
+step(8), step(8)
+print(step(8), step(40), resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc on Linux, which gives memory back as it is told")
+def test_steps_reuse_up_to_64_mib_that_they_have_freed_and_give_more_back() -> None:
+    def run(how: str) -> list[int]:
+        done = subprocess.run([sys.executable, "-c", SMALL_STEPS, how], check=True, capture_output=True, text=True)
+        return [int(value) for value in done.stdout.split()]
+
+    pages = 8 * (5 << 20) // 4096
+    assert run("as it is")[0] > 0.5 * pages
+    again, _, left = run("kept")
+    assert again < 0.05 * pages and left < (64 + 10) << 20
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc on Linux, which gives memory back as it is told")
 def test_memory_of_freed_tensors_is_used_again_by_tensors_of_their_size() -> None:
     environment = {**os.environ, **kept_heap_environment(os.environ)}

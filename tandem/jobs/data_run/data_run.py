@@ -33,6 +33,7 @@ from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.runtime.traces.spans import OpenSpan
 from tandem.runtime.traces.steps import step_span
 from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.beginnings import computes_beginnings_once
 from tandem.trainer.checkpoint.export_draft import export_draft
 from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
@@ -189,7 +190,8 @@ class DataRun(Run):
             counted, in_all, every_token = self.ranks.sums([counts.tokens, counts.sequences, tokens], "counts of the batch")
             counts, tokens = GlobalCounts(counted, int(in_all)), int(every_token)
             passes = self.replica.passes(len(bins), int(max(row[2] for row in every)))
-        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device, share_prompts=share)
+        once = computes_beginnings_once(self.model)
+        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device, share_prompts=share, finds_beginnings=once)
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
         """Saves the batch of a skipped step and reports it. Raises ``RunError`` after too many in a row."""

@@ -5,6 +5,7 @@ from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, i
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, LatentLayer, PagedBatch
 from tandem.kernels.cpu.calls import address, dense, indices, shape_error
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.cpu.repeated_rows import RepeatedRows, addresses_of
 from tandem.kernels.kv_dtype import stored_size
 
 MAX_HEAD = 576
@@ -65,13 +66,14 @@ class AttentionCalls:
 
     def rope_backward(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
-        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, grads: tuple[Tensor, Tensor, Tensor],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, grads: tuple[Tensor, Tensor, Tensor], same: RepeatedRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradient by qkv, and ``[2, D]`` of the two norms."""
+        """Returns the gradient by qkv, like ``grads``, and ``[2, D]`` of the two norms. ``same``: the rows, of which ``qkv`` and ``grads`` have each once."""
         query_heads, kv_heads, size = heads
-        grad_qkv, grad_norms = empty_like(qkv), qkv.new_empty(2, size)
+        count, rows = addresses_of(same, len(qkv))
+        grad_qkv, grad_norms = qkv.new_empty(len(grads[0]), qkv.shape[1]), qkv.new_empty(2, size)
         self._c.rope_backward(
-            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), len(qkv), query_heads, kv_heads, size,
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), *rows, count, query_heads, kv_heads, size,
             address(q_norm), address(k_norm), eps, *(g.data_ptr() for g in grads), grad_qkv.data_ptr(),
             grad_norms.data_ptr(),
         )  # fmt: skip

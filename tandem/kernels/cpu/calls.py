@@ -10,6 +10,7 @@ from torch import Tensor, empty, empty_like, float32, float64, int64
 
 from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.cpu.repeated_rows import RepeatedRows, addresses_of
 from tandem.layout.shapes import Activation
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
@@ -182,6 +183,14 @@ class Calls:
         self._linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
         return out
 
+    def repeated_grad_weight(self, grad: Tensor, x: Tensor, rows: RepeatedRows) -> Tensor:
+        """Computes ``linear_grad_weight`` of all ``rows``, whose gradients are rows of ``grad`` and whose inputs are rows of ``x``."""
+        columns, width = grad.shape[1], x.shape[1]
+        out = grad.new_empty(columns, width)
+        saved, of_grad, _ = rows.addresses
+        self._c.repeated_grad_weight(grad.data_ptr(), of_grad, x.data_ptr(), saved, rows.count, columns, width, out.data_ptr())
+        return out
+
     def linear_grad_bias(self, grad: Tensor) -> Tensor:
         out = grad.new_empty(grad.shape[1])
         self._c.linear_grad_bias(grad.data_ptr(), grad.shape[0], grad.shape[1], out.data_ptr())
@@ -209,12 +218,13 @@ class Calls:
         return out, total
 
     def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, centred: bool, rstd: Tensor
+        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, centred: bool, rstd: Tensor, same: RepeatedRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        rows, width = x.shape
-        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(weight.shape)
+        """Computes the gradients by x, like ``grad``, and by ``weight``. ``same``: the rows, of which ``x`` and ``grad`` have each once."""
+        width, (count, rows) = x.shape[1], addresses_of(same, len(grad))
+        grad_x, grad_weight = grad.new_empty(grad.shape), x.new_empty(weight.shape)
         self._c.rms_norm_backward(
-            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), rows, width, weight.numel() // width, centred,
+            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), *rows, count, width, weight.numel() // width, centred,
             grad_x.data_ptr(), grad_weight.data_ptr(),
         )  # fmt: skip
         return grad_x, grad_weight
@@ -227,9 +237,10 @@ class Calls:
         self._c.gate_mul(gate_up.data_ptr(), rows, width // 2, ACTIVATIONS[activation], out.data_ptr())
         return out
 
-    def gate_mul_backward(self, gate_up: Tensor, grad: Tensor, activation: Activation) -> Tensor:
-        out = empty_like(gate_up)
-        self._c.gate_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], ACTIVATIONS[activation], out.data_ptr())
+    def gate_mul_backward(self, gate_up: Tensor, grad: Tensor, activation: Activation, saved: Tensor | None = None) -> Tensor:
+        """``saved[len(grad)]`` int64: the row of ``gate_up`` that each of ``grad`` belongs to (``None``: the same)."""
+        out, at_saved = grad.new_empty(len(grad), gate_up.shape[1]), 0 if saved is None else saved.data_ptr()
+        self._c.gate_mul_backward(gate_up.data_ptr(), at_saved, grad.data_ptr(), len(grad), grad.shape[1], ACTIVATIONS[activation], out.data_ptr())
         return out
 
     def soft_cap(self, x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:

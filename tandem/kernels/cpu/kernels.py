@@ -5,6 +5,7 @@ into an invalid memory access. Autograd bookkeeping is set up only if a gradient
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from tandem.kernels.cpu.dense_program import BF16, BF16_ROUNDED, FP32, CpuDenseP
 from tandem.kernels.cpu.gated_delta import CpuPasses
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls, side_by_side_weights
+from tandem.kernels.cpu.trained_layers import train_layers
 from tandem.kernels.decode_step import DrawnRows
 from tandem.kernels.dense_layers import DenseLayer
 from tandem.kernels.gated_delta import gated_delta_rule
 from tandem.kernels.latent_cache import attend_wide
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, of_groups, with_parts
 from tandem.kernels.reference_bf16 import flushed
+from tandem.kernels.trained_layers import TrainLayers
 from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import Activation
 
@@ -116,6 +119,11 @@ class CpuKernels:
     def dense_program(self, layers: Sequence[DenseLayer], norm: Tensor) -> CpuDenseProgram | None:
         """See ``kernels.dense_layers``."""
         return CpuDenseProgram(self._library, layers, norm, self._precision) if is_computable(layers, norm) else None
+
+    @property
+    def train_layers(self) -> TrainLayers | None:
+        """See ``kernels.trained_layers``."""
+        return partial(train_layers, self._calls, self._attention) if self._precision == FP32 else None
 
     def row_recorder(self, rows: DrawnRows) -> CpuRowRecorder | None:
         """See ``kernels.decode_step``."""

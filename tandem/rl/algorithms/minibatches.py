@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.backend import TrainedReplica
+from tandem.trainer.beginnings import computes_beginnings_once
 from tandem.trainer.grad_scaler import Verdict
 from tandem.trainer.micro_batch import Bin, MicroBatch, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack_pair_shares, pack_shares, packed_tokens, split
@@ -24,7 +25,9 @@ class Minibatch:
     share_prompts: bool
 
     def micro_batches(self, replica: TrainedReplica, old_logprobs: Mapping[str, Sequence[float]] | None = None) -> list[MicroBatch]:
-        return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs, self.share_prompts)
+        model = replica.model
+        once = computes_beginnings_once(model)
+        return make_micro_batches(self.sequences, self.bins, self.passes, model.dtype, model.device, old_logprobs, self.share_prompts, once)
 
 
 def minibatches_of(

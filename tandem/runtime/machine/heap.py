@@ -40,6 +40,15 @@ def freed_memory_kept(gives_back: bool = True) -> Iterator[None]:
             give_back()
 
 
+def small_steps_keep_memory() -> None:
+    """Makes this process keep up to 64 MiB of freed memory from here on, the most that glibc comes to keep by itself where tensors are large: by those of a
+    small model it keeps less than a training step frees, and page faults on new pages were measured as 5 % of its time. Does nothing without glibc."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        for name, value in _AFTERWARDS.items():
+            mallopt(name, value)
+
+
 @contextlib.contextmanager
 def large_memory_given_back() -> Iterator[None]:
     """Makes glibc return freed memory of 1 MiB and more to the system, from here on, instead of keeping and fragmenting it: for processes where

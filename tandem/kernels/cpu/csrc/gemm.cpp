@@ -24,7 +24,9 @@ constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
 constexpr int64_t LINE = LANES * sizeof(float);  // bytes
+constexpr int64_t LINE_FLOATS = LANES;
 constexpr int64_t LEFT_TILE = MAX_ROWS[MAX_VECTORS];  // rows of a tile of a packed left matrix
+constexpr int64_t LEFT_GROUP = 2 * LEFT_TILE;         // whose rows lie side by side in it: copied in fewer pieces
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
 constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
@@ -139,12 +141,14 @@ int64_t panel_width(int64_t n, int64_t panel) { return std::min(PANEL, round_up(
 int64_t panel_count(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
 // [k, columns] of a row-major matrix to [k][width].
-void pack_rows(const float* from, int64_t stride, int64_t k, int64_t columns, int64_t width, float* to) {
-  for (int64_t i = 0; i < k; ++i, from += stride, to += width)
+void pack_rows(const float* first, const int64_t* k_rows, int64_t stride, int64_t k, int64_t columns, int64_t width, float* to) {
+  for (int64_t i = 0; i < k; ++i, to += width) {
+    const float* from = first + (k_rows ? k_rows[i] : i) * stride;
     for (int64_t n = 0; n < width; n += LANES) {
       const int64_t left = columns - n;
       store(to + n, left >= LANES ? load(from + n) : left > 0 ? load_n(from + n, static_cast<int>(left)) : zero());
     }
+  }
 }
 
 // [columns, k] of a row-major matrix, transposed to [k][width].
@@ -172,27 +176,32 @@ void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_
   if (right.layout == Layout::CODED)
     right.codes->decode(panel, k0, k, width, to);
   else if (right.layout == Layout::ROWS)
-    pack_rows(right.data + k0 * right.stride + first, right.stride, k, columns, width, to);
+    pack_rows(right.data + (right.k_rows ? 0 : k0 * right.stride) + first, right.k_rows ? right.k_rows + k0 : nullptr, right.stride, k, columns, width, to);
   else
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
 }
 
-// [rows, k] of a transposed left matrix to tiles of LEFT_TILE rows, each [k][LEFT_TILE]. A few k at a time: the rows of a matrix as wide as a page lie in the
+// [rows, k] of a transposed left matrix to groups of LEFT_GROUP rows, each [k][LEFT_GROUP]. A few k at a time: the rows of a matrix as wide as a page lie in the
 // same sets of the first-level cache, which holds no more of them.
 void pack_left(const Left& left, int64_t rows, int64_t k, float* to) {
   constexpr int64_t FEW = 8;
-  for (int64_t begin = 0; begin < k; begin += FEW)
-    for (int64_t m = 0; m < rows; m += LEFT_TILE) {
-      const int64_t high = std::min(LEFT_TILE, rows - m), end = std::min(k, begin + FEW);
-      const float* from = left.data + m * left.row_stride + begin * left.k_stride;
-      float* tile = to + m * k + begin * LEFT_TILE;
-      for (int64_t i = begin; i < end; ++i, from += left.k_stride, tile += LEFT_TILE) {
-        if (high == LEFT_TILE && left.row_stride == 1)
-          std::memcpy(tile, from, sizeof(float) * LEFT_TILE);
+  for (int64_t begin = 0; begin < k; begin += FEW) {
+    // Rows lie pages apart, where the hardware's prefetch does not follow: the next ones are fetched while these are copied.
+    if (left.row_stride == 1)
+      for (int64_t i = begin + FEW; i < std::min(k, begin + 2 * FEW); ++i)
+        for (int64_t m = 0; m < rows; m += LINE_FLOATS) __builtin_prefetch(left.of_k(i) + m, 0, 3);
+    for (int64_t m = 0; m < rows; m += LEFT_GROUP) {
+      const int64_t high = std::min(LEFT_GROUP, rows - m), end = std::min(k, begin + FEW);
+      float* group = to + m * k + begin * LEFT_GROUP;
+      for (int64_t i = begin; i < end; ++i, group += LEFT_GROUP) {
+        const float* from = left.of_k(i) + m * left.row_stride;
+        if (high == LEFT_GROUP && left.row_stride == 1)
+          std::memcpy(group, from, sizeof(float) * LEFT_GROUP);
         else
-          for (int64_t r = 0; r < high; ++r) tile[r] = from[r * left.row_stride];
+          for (int64_t r = 0; r < high; ++r) group[r] = from[r * left.row_stride];
       }
     }
+  }
 }
 
 // Everything of the product in rows m0 .. m1 and panels p0 .. p1, with the right matrix packed.
@@ -204,10 +213,10 @@ class Block {
   Block(const Product& product, const float* packed) : p_(product), packed_(packed) {}
 
   void run(int64_t m0, int64_t m1, int64_t p0, int64_t p1) const {
-    if (Math::IN_REGISTERS && m1 - m0 == 1 && p_.left.k_stride == 1 && !p_.accumulate)
+    if (Math::IN_REGISTERS && m1 - m0 == 1 && !p_.left.is_transposed() && !p_.accumulate)
       for (; p0 + STREAMS <= p1 && (p0 + STREAMS) * PANEL <= p_.n; p0 += STREAMS) row_of_panels(m0, p0);
     thread_local Scratch memory;
-    const bool repack = p_.left.k_stride != 1;
+    const bool repack = p_.left.is_transposed();
     for (int64_t c0 = m0; c0 < m1; c0 += ROW_CHUNK) {
       const int64_t c1 = std::min(m1, c0 + ROW_CHUNK);
       if (!repack && (c1 - c0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
@@ -224,7 +233,7 @@ class Block {
           tile = LEFT_TILE;
           float* to = memory.floats((ROW_CHUNK + MOST_ROWS) * DEEP);
           pack_left(left, c1 - c0, std::min(DEEP, p_.k - k0), to);
-          left.data = to;
+          left = {to, 1, 1};
         }
         for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0, packed_at(panel, k0));
       }
@@ -258,9 +267,7 @@ class Block {
   const Product& p_;
   const float* packed_;
 
-  Left left_at(int64_t m, int64_t k) const {
-    return {p_.left.data + m * p_.left.row_stride + k * p_.left.k_stride, p_.left.row_stride, p_.left.k_stride};
-  }
+  Left left_at(int64_t m, int64_t k) const { return p_.left.at(m, k); }
 
   // One row of STREAMS whole panels at once: a single row waits for memory, and memory gives most to several streams.
   void row_of_panels(int64_t m, int64_t panel) const {
@@ -320,9 +327,10 @@ class Block {
       for (int64_t i = 0; i < count; ++i, t.ahead += k * t.ahead_step) {
         // Tiles of about the same height: one of few rows waits for its own sums.
         const int64_t m = tile ? m0 + i * tile : m0 + (m1 - m0) * i / count, end = tile ? std::min(m1, m + tile) : m0 + (m1 - m0) * (i + 1) / count;
-        t.left = tile ? left.data + (m - m0) * k : left.data + (m - m0) * left.row_stride;
+        const int64_t in_group = (m - m0) % LEFT_GROUP;
+        t.left = left.data + (tile ? (m - m0 - in_group) * k + in_group : (m - m0) * left.row_stride);
         t.row_stride = tile ? 1 : left.row_stride;
-        t.k_stride = tile ? tile : left.k_stride;
+        t.k_stride = tile ? LEFT_GROUP : left.k_stride;
         t.out = p_.out + m * p_.out_stride + first + n;
         TILES<Math>.of[vectors][end - m](t);
       }
@@ -355,7 +363,7 @@ void multiply_few_rows(const Product& p) {
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
   // A gradient of a weight, whose left rows would be read from a cache line each: several panels share their packed form.
-  const bool transposed = p.left.k_stride != 1;
+  const bool transposed = p.left.is_transposed();
   const int64_t groups = transposed ? std::max<int64_t>((panels + FEW_PANELS - 1) / FEW_PANELS, threads) : panels;
   Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
@@ -414,12 +422,14 @@ void multiply(const Product& p) {
       Product part = p;
       part.n = std::min(wide, p.n - n);
       part.k = std::min(deep, p.k - k);
-      part.left.data += k * p.left.k_stride;
+      part.left = p.left.at(0, k);
       part.out += n;
       part.bias = p.bias && k + part.k == p.k ? p.bias + n : nullptr;
       part.accumulate = p.accumulate || k > 0;
       const bool rows = p.right.layout == Layout::ROWS;
-      const Right slab = {p.right.data + (rows ? k * p.right.stride + n : n * p.right.stride + k), p.right.layout, p.right.stride};
+      const int64_t* k_rows = p.right.k_rows ? p.right.k_rows + k : nullptr;
+      const float* first = p.right.data + (k_rows ? n : rows ? k * p.right.stride + n : n * p.right.stride + k);
+      const Right slab = {first, p.right.layout, p.right.stride, nullptr, k_rows};
       float* packed = memory.floats(packed_floats(part.n, part.k));
       pack(slab, part.n, part.k, packed);
       multiply_packed<Floats>(part, packed);

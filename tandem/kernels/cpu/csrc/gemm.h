@@ -11,10 +11,16 @@ constexpr int64_t K_BLOCK = 256;  // numbers
 constexpr int64_t PANEL = 64;
 constexpr int64_t ROW_CHUNK = 192;  // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
 
-// An [M, K] matrix by strides in elements, so that a transpose is a view.
+// An [M, K] matrix by strides in elements, so that a transpose is a view. `k_rows`, where given: k is at the place k_rows[k] of a matrix in which several k
+// are the same.
 struct Left {
   const float* data;
   int64_t row_stride, k_stride;
+  const int64_t* k_rows = nullptr;
+
+  Left at(int64_t m, int64_t k) const { return {data + m * row_stride + (k_rows ? 0 : k * k_stride), row_stride, k_stride, k_rows ? k_rows + k : nullptr}; }
+  const float* of_k(int64_t k) const { return data + (k_rows ? k_rows[k] : k) * k_stride; }
+  bool is_transposed() const { return k_stride != 1 || k_rows; }
 };
 
 // The [K, N] matrix. PACKED: panels of 64 columns, each [K][64], the last as wide as its columns rounded up to 16 (see
@@ -35,6 +41,7 @@ struct Right {
   Layout layout;
   int64_t stride;  // elements from row to row; unused when PACKED or CODED
   const Codes* codes = nullptr;
+  const int64_t* k_rows = nullptr;  // of ROWS, as in Left
 };
 
 struct Product {

@@ -67,6 +67,12 @@ int tandem_linear_grad_weight(const float* grad, const float* x, int64_t m, int6
   return or_out_of_memory([&] { multiply({n, k, m, {grad, 1, n}, {x, Layout::ROWS, k}, grad_weight, k, nullptr, accumulate != 0}); });
 }
 
+// The same of m rows that are the rows grad_rows[m] of grad and x_rows[m] of x, where null their own.
+int tandem_repeated_grad_weight(const float* grad, const int64_t* grad_rows, const float* x, const int64_t* x_rows, int64_t m, int64_t n, int64_t k,
+                                float* grad_weight) {
+  return or_out_of_memory([&] { multiply({n, k, m, {grad, 1, n, grad_rows}, {x, Layout::ROWS, k, nullptr, x_rows}, grad_weight, k, nullptr, false}); });
+}
+
 // grad_bias[n] = the sum of grad's rows, in order
 void tandem_linear_grad_bias(const float* grad, int64_t m, int64_t n, float* grad_bias) { sum_partials(grad, m, n, grad_bias); }
 

@@ -125,25 +125,27 @@ void tandem_round_kv(const float* rows, int kind, int64_t count, int64_t size, f
   });
 }
 
-// grad_norms[2, size]: of q_norm, then of k_norm.
-int tandem_rope_backward(const float* qkv, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t hq, int64_t hkv,
-                          int64_t size, const float* q_norm, const float* k_norm, float eps, const float* grad_q, const float* grad_k,
-                          const float* grad_v, float* grad_qkv, float* grad_norms) {
+// grad_norms[2, size]: of q_norm, then of k_norm. saved, grad_rows, first: of RepeatedRows; qkv and positions are of the rows `saved`.
+int tandem_rope_backward(const float* qkv, const int64_t* positions, const float* cos_sin, const int64_t* saved, const int64_t* grad_rows,
+                         const int64_t* first, int64_t tokens, int64_t hq, int64_t hkv, int64_t size, const float* q_norm, const float* k_norm, float eps,
+                         const float* grad_q, const float* grad_k, const float* grad_v, float* grad_qkv, float* grad_norms) {
   return or_out_of_memory([&] {
+    const RepeatedRows same = {saved, grad_rows, first};
     const int64_t row = (hq + 2 * hkv) * size, chunks = (tokens + TOKENS_PER_SUM - 1) / TOKENS_PER_SUM;
-    std::vector<float> partials(static_cast<size_t>(chunks * 2 * size), 0.0f);
+    std::vector<float> partials(static_cast<size_t>(chunks * 2 * size), 0.0f), unused(static_cast<size_t>(same.grad ? chunks * row : 0));
     const int threads = threads_for(tokens * row * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t c = 0; c < chunks; ++c) {
       float* sums = partials.data() + c * 2 * size;
       for (int64_t t = c * TOKENS_PER_SUM; t < std::min(tokens, (c + 1) * TOKENS_PER_SUM); ++t) {
-        const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
-        float* to = grad_qkv + t * row;
+        const int64_t s = same.saved_of(t), g = same.grad_of(t);
+        const float *from = qkv + s * row, *angles = cos_sin + positions[s] * size;
+        float* to = same.is_first(t) ? grad_qkv + g * row : unused.data() + c * row;
         for (int64_t h = 0; h < hq; ++h)
-          head_backward(from + h * size, q_norm, eps, angles, grad_q + (t * hq + h) * size, size, to + h * size, sums);
+          head_backward(from + h * size, q_norm, eps, angles, grad_q + (g * hq + h) * size, size, to + h * size, sums);
         for (int64_t h = 0; h < hkv; ++h)
-          head_backward(from + (hq + h) * size, k_norm, eps, angles, grad_k + (t * hkv + h) * size, size, to + (hq + h) * size, sums + size);
-        std::copy_n(grad_v + t * hkv * size, hkv * size, to + (hq + hkv) * size);
+          head_backward(from + (hq + h) * size, k_norm, eps, angles, grad_k + (g * hkv + h) * size, size, to + (hq + h) * size, sums + size);
+        std::copy_n(grad_v + g * hkv * size, hkv * size, to + (hq + hkv) * size);
       }
     }
     sum_partials(partials.data(), chunks, 2 * size, grad_norms);

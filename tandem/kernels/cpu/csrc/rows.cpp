@@ -66,11 +66,12 @@ void gate_rows(const float* gate_up, int64_t rows, int64_t width, Activation act
 }
 
 template <typename Activation>
-void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, Activation activation, float* grad_gate_up) {
+void gate_rows_backward(const float* gate_up, const int64_t* saved, const float* grad, int64_t rows, int64_t width, Activation activation,
+                        float* grad_gate_up) {
   const int threads = threads_for(rows * width * 16);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
-    const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
+    const float *gate = gate_up + (saved ? saved[r] : r) * 2 * width, *up = gate + width, *from = grad + r * width;
     float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
     each_vector(width, [&](int64_t i, int n) {
       V by_gate, by_up;
@@ -106,18 +107,23 @@ void tandem_rms_norm(const float* x, const float* residual, const float* weight,
   }
 }
 
-// grad_x also receives grad_total (the gradient that reaches x + residual by its other way), where given.
-int tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd,
-                              int64_t rows, int64_t width, int64_t groups, int centred, float* grad_x, float* grad_weight) {
+// grad_x also receives grad_total (the gradient that reaches x + residual by its other way), where given. saved, grad_rows, first: of RepeatedRows.
+int tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd, const int64_t* saved,
+                             const int64_t* grad_rows, const int64_t* first, int64_t rows, int64_t width, int64_t groups, int centred, float* grad_x,
+                             float* grad_weight) {
   return or_out_of_memory([&] {
+    const RepeatedRows same = {saved, grad_rows, first};
     const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM, all = groups * width;
-    std::vector<float> partials(static_cast<size_t>(chunks * all), 0.0f);
+    std::vector<float> partials(static_cast<size_t>(chunks * all), 0.0f), unused(static_cast<size_t>(same.grad ? chunks * width : 0));
     const int threads = threads_for(rows * width * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t c = 0; c < chunks; ++c)
-      for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r)
-        norm_row_backward(x + r * width, weight + r % groups * width, grad + r * width, grad_total ? grad_total + r * width : nullptr,
-                          rstd[r], width, centred, grad_x + r * width, partials.data() + c * all + r % groups * width);
+      for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r) {
+        const int64_t from = same.saved_of(r), g = same.grad_of(r);
+        float* to = same.is_first(r) ? grad_x + g * width : unused.data() + c * width;
+        norm_row_backward(x + from * width, weight + r % groups * width, grad + g * width, grad_total ? grad_total + g * width : nullptr, rstd[from],
+                          width, centred, to, partials.data() + c * all + r % groups * width);
+      }
     sum_partials(partials.data(), chunks, all, grad_weight);
   });
 }
@@ -127,13 +133,15 @@ void tandem_gate_mul(const float* gate_up, int64_t rows, int64_t width, int acti
   gate_mul(gate_up, rows, width, activation, out);
 }
 
-void tandem_gate_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, int activation, float* grad_gate_up) {
+// Row r of `grad` is that of the row saved[r] of gate_up, where null its own.
+void tandem_gate_mul_backward(const float* gate_up, const int64_t* saved, const float* grad, int64_t rows, int64_t width, int activation,
+                              float* grad_gate_up) {
   if (activation == SILU)
-    gate_rows_backward(gate_up, grad, rows, width, Silu{}, grad_gate_up);
+    gate_rows_backward(gate_up, saved, grad, rows, width, Silu{}, grad_gate_up);
   else if (activation == GELU_TANH)
-    gate_rows_backward(gate_up, grad, rows, width, GeluTanh{}, grad_gate_up);
+    gate_rows_backward(gate_up, saved, grad, rows, width, GeluTanh{}, grad_gate_up);
   else
-    gate_rows_backward(gate_up, grad, rows, width, ClampedSwiglu{}, grad_gate_up);
+    gate_rows_backward(gate_up, saved, grad, rows, width, ClampedSwiglu{}, grad_gate_up);
 }
 
 // out[rows, width] = cap tanh(x / cap); out may be x.

@@ -72,6 +72,16 @@ INLINE void norm_row_grad(const float* x, const float* weight, const float* grad
   });
 }
 
+// Rows of which several are the same, each of which is computed once: row r is the row saved[r] of what the forward pass computed, and grad[r] of the
+// gradients; first[g] is the first row that has the gradient g. Null: all rows are their own.
+struct RepeatedRows {
+  const int64_t *saved, *grad, *first;
+
+  int64_t saved_of(int64_t r) const { return saved ? saved[r] : r; }
+  int64_t grad_of(int64_t r) const { return grad ? grad[r] : r; }
+  bool is_first(int64_t r) const { return !grad || first[grad[r]] == r; }
+};
+
 // out[width] = the partials[count][width] added in order.
 void sum_partials(const float* partials, int64_t count, int64_t width, float* out);
 

@@ -1,0 +1,192 @@
+"""Layers in training that compute equal beginnings of sequences once (``kernels.trained_layers``).
+
+The forward pass has the U distinct tokens. The backward pass has all tokens of distinct sequences: two sequences of the same tokens whose gradients have the
+same bits behind the last layer have them in every layer. Weights are summed over all T tokens, in order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.cpu.attention_calls import AttentionCalls
+from tandem.kernels.cpu.calls import Calls, dense, indices
+from tandem.kernels.cpu.repeated_rows import RepeatedRows
+from tandem.kernels.cpu.repeated_sequences import WantedTokens, distinct_sequences, wanted_tokens
+from tandem.kernels.trained_layers import Beginnings, TrainedLayer, TrainedNorm, TrainedProduct
+
+
+class _Normed(NamedTuple):
+    """What a norm keeps: its input [U, H], 1 over the root of the mean square of each row, and its output."""
+
+    total: Tensor
+    rstd: Tensor
+    out: Tensor
+
+
+class _Attended(NamedTuple):
+    """What attention keeps, of the U distinct tokens."""
+
+    qkv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    log_sum: Tensor
+
+
+class _Kept(NamedTuple):
+    """What one layer keeps for its backward pass; ``mixed`` and what follows are of the wanted tokens in the last layer."""
+
+    before: _Normed
+    attended: _Attended
+    mixed: Tensor
+    behind: _Normed
+    gate_up: Tensor
+    gated: Tensor
+
+
+@dataclass
+class _Pass:
+    """One pass over a batch: its inputs, and what is kept between forward and backward."""
+
+    calls: Calls
+    attention: AttentionCalls
+    positions: Tensor
+    beginnings: Beginnings
+    layers: Sequence[TrainedLayer]
+    norm: TrainedNorm
+    wanted: WantedTokens
+    kept: list[_Kept] = field(default_factory=list)
+    last: _Normed | None = None
+
+
+def train_layers(
+    calls: Calls, attention: AttentionCalls, residual: Tensor, positions: Tensor, beginnings: Beginnings, layers: Sequence[TrainedLayer], norm: TrainedNorm,
+    wanted: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See ``TrainLayers``."""
+    beginnings = Beginnings(*(indices(x, wants) for x, wants in zip(beginnings, (torch.int64, torch.int64, torch.int32, torch.int32), strict=True)))
+    state = _Pass(calls, attention, indices(positions, torch.int64)[beginnings.first], beginnings, layers, norm, wanted_tokens(beginnings, wanted))
+    parameters = [parameter for layer in layers for parameter in layer.parameters]
+    return _TrainLayers.apply(state, residual, norm.weight, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _TrainLayers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: _Pass, residual: Tensor, *parameters: Tensor | None) -> Tensor:
+        ctx.state = state
+        ctx.save_for_backward(*parameters)
+        x, total = None, dense(residual).index_select(0, state.beginnings.first)
+        for layer in state.layers:
+            x, total = _forward(state, layer, x, total, is_last=layer is state.layers[-1])
+        assert x is not None
+        state.last = _normed(state, state.norm, x, total)
+        return state.last.out.index_select(0, state.wanted.rows.saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        state: _Pass = ctx.state
+        # Raises if a weight was changed since the forward pass.
+        assert ctx.saved_tensors is not None and state.last is not None
+        backward = _Backward(state, dense(grad))
+        grad, by_norm = backward.start(grad, state.last)
+        by_parameters: list[Tensor | None] = []
+        for layer in reversed(state.layers):
+            # Freed as it is used: a pass needs it no more.
+            grad, own = backward.through(layer, state.kept.pop(), grad, is_last=layer is state.layers[-1])
+            by_parameters = own + by_parameters
+        return None, backward.all_rows.all_of(grad), by_norm, *by_parameters
+
+
+def _normed(state: _Pass, norm: TrainedNorm, x: Tensor | None, total: Tensor) -> _Normed:
+    rstd = total.new_empty(len(total))
+    if x is None:
+        return _Normed(total, rstd, state.calls.rms_norm(total, norm.weight, norm.eps, norm.centred, rstd))
+    out, total = state.calls.add_rms_norm(x, total, norm.weight, norm.eps, norm.centred, rstd)
+    return _Normed(total, rstd, out)
+
+
+def _linear(state: _Pass, x: Tensor, product: TrainedProduct) -> Tensor:
+    return state.calls.linear(x, product.weight, product.bias)
+
+
+def _positions(state: _Pass, layer: TrainedLayer) -> Tensor:
+    return state.positions if len(layer.cos_sin) > 1 else torch.zeros_like(state.positions)
+
+
+def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor, *, is_last: bool) -> tuple[Tensor, Tensor]:
+    """Computes (x, residual stream) of the U distinct tokens -> the same behind the layer, in the last one of the wanted tokens."""
+    before = _normed(state, layer.input_norm, x, total)
+    attended = _attend(state, layer, _linear(state, before.out, layer.qkv))
+    mixed, total = attended.out.flatten(1), before.total
+    if is_last and state.wanted.distinct is not None:
+        mixed, total = mixed.index_select(0, state.wanted.distinct), total.index_select(0, state.wanted.distinct)
+    behind = _normed(state, layer.mlp_norm, _linear(state, mixed, layer.output), total)
+    gate_up = _linear(state, behind.out, layer.gate_up)
+    gated = state.calls.gate_mul(gate_up, layer.activation)
+    state.kept.append(_Kept(before, attended, mixed, behind, gate_up, gated))
+    return _linear(state, gated, layer.down), behind.total
+
+
+def _attend(state: _Pass, layer: TrainedLayer, qkv: Tensor) -> _Attended:
+    rows, _, bounds, query_start = state.beginnings
+    q, k, v = state.attention.rope(qkv, _positions(state, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps)
+    log_sum = q.new_empty(q.shape[:2])
+    keys, values = k.index_select(0, rows), v.index_select(0, rows)
+    out = state.attention.packed_attention(q, keys, values, bounds, layer.scale, layer.window, log_sum, query_start, layer.cap)
+    return _Attended(qkv, q, k, v, out, log_sum)
+
+
+class _Backward:
+    """The backward pass from ``grad[W, H]``, the gradient by the wanted tokens behind the last norm."""
+
+    def __init__(self, state: _Pass, grad: Tensor) -> None:
+        self._state, self._calls = state, state.calls
+        sequences = distinct_sequences(state.beginnings, state.wanted, grad)
+        self.all_rows, self._wanted_rows, self._bounds, self._places = sequences
+
+    def start(self, grad: Tensor, last: _Normed) -> tuple[Tensor, Tensor]:
+        """Returns the gradient by what is added in the last norm, and by its weight."""
+        return self._norm(self._state.norm, last, self._wanted_rows.one_of_each(grad), None, self._wanted_rows)
+
+    def through(self, layer: TrainedLayer, kept: _Kept, grad: Tensor, *, is_last: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """Takes the gradient by a layer's output and the residual stream, which is the same, to that by its inputs; and the gradients by its parameters."""
+        rows = self._wanted_rows if is_last else self.all_rows
+        by_gated, by_down = self._product(grad, layer.down, kept.gated, rows)
+        by_gate_up = self._calls.gate_mul_backward(kept.gate_up, by_gated, layer.activation, rows.saved_of_grad)
+        by_normed, by_matrix = self._product(by_gate_up, layer.gate_up, kept.behind.out, rows)
+        grad, by_mlp_norm = self._norm(layer.mlp_norm, kept.behind, by_normed, grad, rows)
+        by_mixed, by_output = self._product(grad, layer.output, kept.mixed, rows)
+        if is_last and self._places is not None:
+            by_mixed, grad = self._placed(by_mixed), self._placed(grad)
+        by_qkv, by_heads = self._attention(layer, kept.attended, by_mixed)
+        by_normed, by_projection = self._product(by_qkv, layer.qkv, kept.before.out, self.all_rows)
+        grad, by_input_norm = self._norm(layer.input_norm, kept.before, by_normed, grad, self.all_rows)
+        return grad, [by_input_norm, *by_projection, *by_heads, *by_output, by_mlp_norm, *by_matrix, *by_down]
+
+    def _placed(self, grad: Tensor) -> Tensor:
+        """Returns gradients of wanted tokens among those of all, added to 0 as the gradient of ``index_select`` is."""
+        assert self._places is not None
+        return grad.new_zeros(int(self._bounds[-1]), grad.shape[1]).index_add_(0, self._places, grad)
+
+    def _norm(self, norm: TrainedNorm, kept: _Normed, grad: Tensor, grad_total: Tensor | None, rows: RepeatedRows) -> tuple[Tensor, Tensor]:
+        return self._calls.rms_norm_backward(kept.total, norm.weight, grad, grad_total, norm.centred, kept.rstd, rows)
+
+    def _product(self, grad: Tensor, product: TrainedProduct, x: Tensor, rows: RepeatedRows) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the gradient by a product's input, and those by its weight and bias."""
+        weight, bias = product
+        by_weight = self._calls.repeated_grad_weight(grad, x, rows) if weight.requires_grad else None
+        by_bias = self._calls.linear_grad_bias(rows.all_of(grad)) if bias is not None and bias.requires_grad else None
+        return self._calls.linear_grad_x(grad, weight), [by_weight, by_bias]
+
+    def _attention(self, layer: TrainedLayer, kept: _Attended, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the gradient by queries, keys and values before their norms, and those by the norms' weights."""
+        state, (qkv, *saved), of_grad = self._state, kept, self.all_rows.saved_of_grad
+        q, k, v, out, log_sum = (x.index_select(0, of_grad) for x in saved)
+        grads = state.attention.packed_attention_backward(grad, (q, k, v, out, log_sum), self._bounds, layer.scale, layer.window, None, layer.cap)
+        by_qkv, by_norms = state.attention.rope_backward(
+            qkv, _positions(state, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps, grads, self.all_rows
+        )
+        return by_qkv, [None if norm is None else by_norm for norm, by_norm in zip((layer.q_norm, layer.k_norm), by_norms, strict=True)]
