@@ -31,14 +31,14 @@ TOO_LARGE = {
     "a block of itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     "{% endfor %}",
 }  # fmt: skip
-ENDS = {
+ENDS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.revindex }}{{ loop.previtem is defined }}{{ m.content }}{% endfor %}",
     "{% for m in messages if m.role == 'user' %}{{ loop.length }}{{ loop.nextitem is defined }}{% else %}none{% endfor %}",
     "{% for x in nothing %}{{ x }}{% else %}none{% endfor %}{{ nothing ~ 1 ~ [2] ~ none }}",
     "{% for key, value in messages[0].items() %}{{ key ~ '=' ~ value }}{% endfor %}{{ messages[0].content + '!' }}{{ '=' * 7 }}{{ 2 ** 10 }}{{ 3 * 4.5 }}",
     "{{ messages | map(attribute='content') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
     "{% for a in [[1, [2]], 3] recursive %}{{ a if a is number else loop(a) }}{% endfor %}{{ 'x' | indent(4, true) }}{{ '%s-%d' | format('a', 3) }}",
-}
+]
 MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "你好"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
