@@ -1,4 +1,4 @@
-"""Every kind of batching and of KV cache on one workload: throughput, time to first token, padding and KV waste.
+"""Every kind of batching and of KV cache on one workload: throughput, latency, time to first token, padding and KV waste.
 
     python benchmarks/batching.py [--requests 96] [--rounds 3] [--threads 1]
 
@@ -56,6 +56,7 @@ def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, fl
     )
     engine = Engine(decoder, settings)
     first: dict[str, float] = {}
+    last: dict[str, float] = {}
     waiting, most, skipped, began = list(requests), 0, 0.0, time.process_time()
     while waiting or engine.has_unfinished_requests:
         now = time.process_time() - began + skipped
@@ -68,15 +69,20 @@ def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, fl
             tokens = [(7 * number + i) % SHAPES.vocab_size for i in range(prompt)]
             engine.add_request(str(number), tokens, SamplingParams(max_tokens=new, seed=number, output_kind=RequestOutputKind.DELTA))
         for output in engine.step():
-            first.setdefault(output.request_id, time.process_time() - began + skipped)
+            now = time.process_time() - began + skipped
+            first.setdefault(output.request_id, now)
+            if output.finished:
+                last[output.request_id] = now
         most = max(most, sum(sequences for state, sequences in engine.counts().items() if state in ("decoding", "prefilling")))
     taken = time.process_time() - began
     figures = engine.cumulative_stats()
-    delays = sorted(first[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests))
+    delays, whole = (sorted(at[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests)) for at in (first, last))
     return {
         "tokens_per_s": figures.drawn_tokens / taken,
         "first_token_s": statistics.median(delays),
         "first_token_p99_s": delays[int(0.99 * (len(delays) - 1))],
+        "latency_s": statistics.median(whole),
+        "latency_p99_s": whole[int(0.99 * (len(whole) - 1))],
         "padding": figures.padding,
         "kv_waste": figures.kv_waste,
         "at_once": float(most),
@@ -110,19 +116,22 @@ def main() -> None:
     for (batching, kv), b in best.items():
         lines.append(
             f"| {batching} | {kv} | {b['tokens_per_s']:,.0f} | {b['tokens_per_s'] / base:.2f} | {b['tokens_per_s'] * (1 - b['padding']):,.0f} | "
-            f"{1000 * b['first_token_s']:,.0f} | {1000 * b['first_token_p99_s']:,.0f} | {b['padding']:.1%} | {b['kv_waste']:.1%} | "
+            f"{1000 * b['first_token_s']:,.0f} | {1000 * b['first_token_p99_s']:,.0f} | "
+            f"{1000 * b['latency_s']:,.0f} | {1000 * b['latency_p99_s']:,.0f} | {b['padding']:.1%} | {b['kv_waste']:.1%} | "
             f"{b['at_once']:.0f} | {b['steps']:,.0f} |"
         )
     about = (
         f"{options.requests} requests of 16 to 128 prompt tokens and 8 to 256 new ones over the first quarter of the run; "
         f"{parameter_count(SHAPES) / 1e6:.1f}M parameters, {CACHE_TOKENS:,} tokens of cache, at most 64 sequences, {options.threads} "
         f"thread; the best of {options.rounds} interleaved rounds, CPU time. `padded`: throughput if a static batch's padding were "
-        "computed too, which here is only counted. KV waste: the share of the slots given to sequences that hold nothing."
+        "computed too, which here is only counted. A whole request: "
+        "from its arrival to its last token. KV waste: the share of the slots given to sequences that hold nothing."
     )
     header = (
-        "| batching | kv | tokens / CPU s | ratio | padded | first token ms, median | 99th percentile | padding | KV waste | at once | steps |"
+        "| batching | kv | tokens / CPU s | ratio | padded | first token ms, median | 99th percentile | whole request ms, median | "
+        "99th percentile | padding | KV waste | at once | steps |"
     )
-    text = "\n".join(["# Kinds of batching and of KV cache", "", f"{described}\n\n{about}", "", header, "|---" * 11 + "|", *lines])
+    text = "\n".join(["# Kinds of batching and of KV cache", "", f"{described}\n\n{about}", "", header, "|---" * 13 + "|", *lines])
     print(text)
     print(f"wrote {write_report('batching', text, options.out)}")
     paged = best["chunked", "paged"]

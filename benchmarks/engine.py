@@ -7,7 +7,7 @@
 throughput  64 sequences of 32 prompt and 128 new tokens at temperature 1: tokens a second, time to first token, memory,
             whether greedy tokens agree (84M takes about 10 minutes for both thread counts, 0.5B an hour)
 start       from the start of the process to the first token
-llama       batch 1 and 16 beside llama.cpp on F32 and Q8_0
+llama       batch 1 and 16 beside llama.cpp on F32, Q8_0 and Q4_K_M
 prefix      16 samples of a 512-token prompt over one prefill
 first       64 prompts of 512 tokens sent at once: mean and 99th percentile of the times to their first tokens
 chunked     a 4k prompt beside 16 decoding sequences, for several budgets of tokens a step
@@ -67,7 +67,7 @@ def options_of() -> argparse.Namespace:
     made.add_argument("--new", type=int, default=128, help="new tokens of a sequence")
     made.add_argument("--rounds", type=int, default=3, help="counted rounds, of which the best counts")
     made.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128, 256, 512], help="tokens a step in the section chunked")
-    made.add_argument("--quantization", help="measure ours with this quantization too, beside fp32")
+    made.add_argument("--quantization", nargs="+", default=[], metavar="NAME", help="measure ours with these quantizations too, beside fp32")
     made.add_argument("--vllm-compile", action="store_true", help="let vLLM compile (start 70-100 s)")
     made.add_argument("--quick", action="store_true", help="16 new tokens and one round: to see that everything runs")
     made.add_argument("--again", action="store_true", help="measure the chosen parts anew")
@@ -84,10 +84,10 @@ def sides_of(chosen: argparse.Namespace) -> Sides:
     used = [name for name in PEERS if name not in chosen.without and (name != "llama.cpp" or "llama" in chosen.sections)]
     pythons = {name: peer_python(given[name], *PEERS[name]) for name in used}
     ours: dict[str, dict[str, Any]] = {"tandem": {}}
-    if chosen.quantization is not None:
+    if chosen.quantization:
         if "quantization" not in inspect.signature(LLM.__init__).parameters:
             sys.exit("--quantization: this version's LLM takes no quantization; leave it out")
-        ours[f"tandem {chosen.quantization}"] = {"quantization": chosen.quantization}
+        ours |= {f"tandem {name}": {"quantization": name} for name in chosen.quantization}
     return Sides(chosen.work, pythons, {"enforce_eager": not chosen.vllm_compile}, ours)
 
 
@@ -103,7 +103,7 @@ def parts_of(chosen: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 def guess_s(section: str, model: str, threads: int, load: Workload, sides: int, budgets: int) -> float:
     """About how long a part takes, in seconds."""
-    work, begin = flops(model, load.sequences, load.prompt, load.new), {"3.7M": 20, "84M": 25, "0.5B": 45}[model]
+    work, begin = flops(model, load.sequences, load.prompt, load.new), {"sort": 20, "3.7M": 20, "84M": 25, "0.5B": 45}[model]
     rate = GUESSED_RATE * threads
     if section == "throughput":
         return sides * begin + load.rounds * sides * work * 1.3 / rate

@@ -16,10 +16,6 @@ from engine_models import MODELS, flops, folder_of
 from machine import HERE, Driven, best_and_median, machine, write_report
 from options import parser
 
-from tandem.layout.shapes import ModelShapes
-
-# The model of recipes/sort.yaml.
-MODELS["sort"] = ModelShapes("qwen3", 32, 128, 5, 4, 2, 32, 512, 512, tie_word_embeddings=True, qk_norm=True)
 PROMPT, NEW = 32, 128
 
 

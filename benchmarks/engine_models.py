@@ -14,13 +14,14 @@ from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 
 MODELS = {
+    "sort": ModelShapes("qwen3", 32, 128, 5, 4, 2, 32, 512, 8192, tie_word_embeddings=True, qk_norm=True),
     "3.7M": ModelShapes("qwen3", 2048, 256, 4, 4, 2, 64, 768, 8192, tie_word_embeddings=True, qk_norm=True),
     "84M": ModelShapes("qwen3", 11264, 768, 12, 12, 4, 64, 2048, 8192, tie_word_embeddings=True, qk_norm=True),
     "0.5B": ModelShapes(
         "qwen2", 151936, 896, 24, 14, 2, 64, 4864, 8192, tie_word_embeddings=True, rope_theta=1e6, attention_bias=True
     ),
 }
-"""By name; 0.5B has the shapes of Qwen2.5-0.5B."""
+"""By name; sort has the shapes of recipes/sort.yaml, 0.5B has the shapes of Qwen2.5-0.5B."""
 
 
 def folder_of(name: str, work: Path) -> Path:
@@ -37,12 +38,13 @@ def folder_of(name: str, work: Path) -> Path:
 
 
 def gguf_of(name: str, kind: str, work: Path, python: str) -> Path:
-    """The GGUF file of the same weights, ``kind`` F32 or Q8_0, written by llama.cpp's own package in its environment."""
+    """The GGUF file of the same weights, ``kind`` F32 or Q8_0, written by llama.cpp's own package in its environment, or Q4_K_M, which it makes of F32."""
     path = work / f"engine-{name}-{kind}.gguf"
     if not path.exists():
-        print(f"writing {path}", file=sys.stderr, flush=True)
         part = path.with_suffix(".part")
-        subprocess.run([python, str(HERE / "peers" / "write_gguf.py"), str(folder_of(name, work)), str(part), kind], check=True)
+        script, source = ("quantize_gguf.py", gguf_of(name, "F32", work, python)) if "_K_" in kind else ("write_gguf.py", folder_of(name, work))
+        print(f"writing {path}", file=sys.stderr, flush=True)
+        subprocess.run([python, str(HERE / "peers" / script), str(source), str(part), kind], check=True)
         part.rename(path)
     return path
 

@@ -23,6 +23,8 @@ FIRST = {"sequences": 64, "prompt": 512, "new": 16}
 """Requests that are sent at once, the tokens of their prompts, and those that each goes on to draw beside the prompts of the others."""
 FIRST_BUDGET = 4096
 """Tokens a step of every side there."""
+LLAMA_KINDS = {"int8": "Q8_0", "w4a8": "Q4_K_M"}
+"""By our quantization llama.cpp's of as many bits, with inputs of 8 bits on both sides."""
 Part = dict[str, Any]
 
 
@@ -134,11 +136,11 @@ def start(sides: Sides, model: str, threads: int, load: Workload) -> Part:
 
 
 def llama(sides: Sides, model: str, threads: int, load: Workload) -> Part:
-    """The workload at batch 1 and 16 beside llama.cpp on F32 and Q8_0."""
+    """The workload at batch 1 and 16 beside llama.cpp on F32, Q8_0 and Q4_K_M."""
     calls = count(1)
     with ExitStack() as stack:
         running = {name: stack.enter_context(sides.tandem(model, threads, name)) for name in sides.ours}
-        for kind in ("F32", "Q8_0"):
+        for kind in ("F32", *LLAMA_KINDS.values()):
             running[f"llama.cpp {kind}"] = stack.enter_context(sides.llama(model, kind, threads, 16))
         found: Part = {name: {"1": [], "16": []} for name in running}
         for side in running.values():

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bounds import least_s
+from engine_parts import LLAMA_KINDS
 
 Part = dict[str, Any]
 Row = dict[str, Any]
 
-THROUGHPUT = {"vLLM": {"3.7M": 3.0, "84M": 1.6, "0.5B": 1.3}, "transformers": {"3.7M": 6.0, "84M": 3.0, "0.5B": 3.0}}
+THROUGHPUT = {"vLLM": {"sort": 3.0, "3.7M": 3.0, "84M": 1.6, "0.5B": 1.3}, "transformers": {"sort": 6.0, "3.7M": 6.0, "84M": 3.0, "0.5B": 3.0}}
 """Output tokens a second, ours over the peer's."""
 FIRST_TOKEN, LLAMA = 2.0, {"1": 1.0, "16": 2.5}
 PREFIX, LATENCY, PROMPT = 1.15, 2.0, 1.3
@@ -116,6 +117,7 @@ def llama(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]]:
     rows, promises = [], []
     for (model, threads), part in parts.items():
         ours = [name for name in part["sides"] if not name.startswith("llama")]
+        peers = {name: f"llama.cpp {LLAMA_KINDS.get(name.removeprefix('tandem '), 'Q8_0')}" for name in ours}
         for batch in ("1", "16"):
             for name, kinds in part["sides"].items():
                 cells = [model, str(threads), batch, name]
@@ -123,11 +125,11 @@ def llama(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]]:
                     took = best(kinds[batch], kind)
                     ratios = " / ".join(f"{took / best(part['sides'][own][batch], kind):.2f}" for own in ours)
                     cells += [f"{kinds[batch][0]['tokens'] / took:,.1f}", ratios if name.startswith("llama") else ""]
-                rows.append([*cells, f"{LLAMA[batch]:g}" if name == "llama.cpp Q8_0" else "", _gib(part["peak_bytes"][name])])
+                rows.append([*cells, f"{LLAMA[batch]:g}" if name in peers.values() else "", _gib(part["peak_bytes"][name])])
             for own in ours:
                 kind = kind_of(threads)
-                ratio = best(part["sides"]["llama.cpp Q8_0"][batch], kind) / best(part["sides"][own][batch], kind)
-                promises.append(_promise(f"{own} beside llama.cpp Q8_0, batch {batch}, {model}, {_threads(threads)}", ratio, LLAMA[batch]))
+                ratio = best(part["sides"][peers[own]][batch], kind) / best(part["sides"][own][batch], kind)
+                promises.append(_promise(f"{own} beside {peers[own]}, batch {batch}, {model}, {_threads(threads)}", ratio, LLAMA[batch]))
     header = ["model", "threads", "batch", "side", "tokens / CPU s", f"ratio ({' / '.join(ours)})" if parts else "ratio"]
     lines = ["## Beside llama.cpp", "", *table([*header, "tokens / wall s", "ratio", "target", "peak GiB"], rows)]
     return lines, promises

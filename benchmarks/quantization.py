@@ -1,39 +1,28 @@
-"""Quantised linear layers beside fp32 ones and beside torch's own int8, and an engine in int8 beside itself in fp32.
+"""Quantised linear layers beside fp32 ones and beside torch's own int8.
 
 Linear layers, one thread: CPU microseconds of ours in fp32, int8 (weights and inputs), int4 (groups of 128), the same with inputs of 8 bits
 (w4a8), fp8 (emulated in fp32: no processor multiplies it) and bf16 storage, and of torch's dynamic int8
-(``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are rounded with one scale for the whole batch) and MKL's fp32. Engine: a random
-Qwen3 of 84 million parameters with a vocabulary of 8,192, 32 sequences of 32 + 64 tokens, tokens per second of CPU time, fp32, int8 and
-w4a8 in turn.
+(``torch.ops.quantized.linear_dynamic``, FBGEMM: its inputs are rounded with one scale for the whole batch) and MKL's fp32. Engines are
+measured by ``quantization_formats.py``.
 
-    python benchmarks/quantization.py [--seconds 0.3] [--rounds 2] [--out benchmarks/results]
+    python benchmarks/quantization.py [--seconds 0.3] [--out benchmarks/results]
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from machine import machine, write_report
 
-from tandem.engine.llm import LLM
-from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.layout.parameters import parameter_count
-from tandem.layout.shapes import ModelShapes
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import save_model
-from tandem.model.initialise import initialise
 from tandem.model.quantization.scheme import pack_weight, scheme_named
 
 SHAPES = [(4096, 1024), (1024, 4096), (2048, 512)]
 ROWS = [1, 4, 8, 16, 64, 256]
 KINDS = ["int8", "int4", "w4a8", "fp8", "bf16"]
-MODEL = ModelShapes("qwen3", 8192, 768, 10, 12, 4, 64, 2432, 256, True, qk_norm=True)
-SEQUENCES, PROMPT, NEW = 32, 32, 64
 
 
 def interleaved(calls: list[Callable[[], object]], seconds: float) -> list[float]:
@@ -82,40 +71,14 @@ def linears(seconds: float) -> list[str]:
     return lines
 
 
-def engines(rounds: int) -> list[str]:
-    """Tokens per CPU second of the same work in fp32 and quantised, the engines taking turns."""
-    lines = ["| weights | new tokens / CPU s | x fp32 |", "| --- | --- | --- |"]
-    with TemporaryDirectory() as folder:
-        decoder = Decoder(MODEL, select("cpu"))
-        initialise(decoder, 0)
-        save_model(decoder, Path(folder) / "model")
-        kinds = [None, "int8", "int8+head", "w4a8", "w4a8+head"]
-        llms = [LLM(Path(folder) / "model", quantization=kind, max_num_seqs=SEQUENCES, max_model_len=PROMPT + NEW) for kind in kinds]
-    prompts = torch.randint(0, MODEL.vocab_size, (SEQUENCES, PROMPT)).tolist()
-    asked = [{"prompt_token_ids": tokens} for tokens in prompts]
-    best = [float("inf")] * len(llms)
-    for _ in range(rounds):
-        for i, llm in enumerate(llms):
-            params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-            start = time.process_time()
-            llm.generate([{**own, "cache_salt": str(time.monotonic())} for own in asked], params, use_tqdm=False)
-            best[i] = min(best[i], time.process_time() - start)
-    for kind, seconds in zip(kinds, best, strict=True):
-        lines.append(f"| {kind or 'fp32'} | {SEQUENCES * NEW / seconds:.0f} | {best[0] / seconds:.2f} |")
-        print(lines[-1], flush=True)
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each shape")
-    parser.add_argument("--rounds", type=int, default=2, help="times each engine does the work")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the report goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = ["# Quantised weights", "", machine(), "", *__doc__.split("\n\n")[1].split("\n"), ""]
     text += ["## Linear layers, CPU microseconds", "", *linears(options.seconds), ""]
-    text += [f"## Engine, {parameter_count(MODEL) / 1e6:.0f}M parameters", "", *engines(options.rounds), ""]
     print(f"wrote {write_report('quantization', chr(10).join(text), options.out)}")
 
 

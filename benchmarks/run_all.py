@@ -22,8 +22,8 @@ DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "dpo_step", "train
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
     "attention", "batching", "channel", "checkpointing", "commits", "data_ranks", "equality", "kills", "kv_cache", "lm_head", "moe", "one_step_off",
-    "quantization", "quantized_steps", "request_features", "sampling", "serving", "shared_prompt", "speculation", "startup", "tensor_parallel",
-    "tokenizing", "training_choices", "weights", "weights_shared", "zero_memory",
+    "quantization", "quantization_formats", "quantized_steps", "request_features", "sampling", "serving", "shared_prompt", "speculation", "startup",
+    "tensor_parallel", "tokenizing", "training_choices", "weights", "weights_shared", "zero_memory",
 )
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
