@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.trainer.beginnings import beginnings_of, computes_beginnings_once
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import collate, forward_tokens
+from tandem.trainer.offload import activations
 from tandem.trainer.step import predict
 from tandem.types import TrainSequence
 
@@ -116,6 +118,49 @@ def test_a_batch_of_one_sequence_many_times_has_the_gradients_of_every_token_com
     model, first = model_of("cpu", FAMILIES["norms of heads"]), group(0, 1, random.Random(1))[0]
     sequences = [replace(first, id=str(number)) for number in range(70)]
     assert same_bits(gradients(model, sequences, True), gradients(model, sequences, False)) == []
+
+
+def test_what_layers_keep_is_offloaded_and_the_gradients_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    model, sequences = model_of("cpu", FAMILIES["norms of heads"]), batch()
+    once = gradients(model, sequences, True)
+    offload = activations.ActivationOffload(model, tmp_path, 2**20)
+    assert same_bits(once, gradients(model, sequences, True)) == []
+    micro_batch = collate(sequences, model.dtype, finds_beginnings=True)
+    assert micro_batch.beginnings is not None
+    # In fp32, of each layer but the last, which computes fewer tokens: two norms' inputs and outputs, q (twice), k (twice), v, attention, gate and up, gated.
+    each = 4 * 48 + 2 * 64 + 3 * 32 + 64 + 3 * 80
+    assert offload.written_bytes >= 4 * len(micro_batch.beginnings.first) * each * (model.shapes.num_hidden_layers - 1)
+
+
+def test_gradients_of_a_layer_are_there_before_those_of_the_layer_below_it_are_computed() -> None:
+    model, came = model_of("cpu", FAMILIES["norms of heads"]), list[int]()
+    for index, layer in enumerate(model.layers):
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: came.append(index))
+    calls, at = model.kernels._calls, dict[int, int]()
+    backward = calls.gate_mul_backward
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calls, "gate_mul_backward", lambda *given: (at.setdefault(len(at), len(came)), backward(*given))[1])
+        gradients(model, batch(), True)
+    each = len(came) // 3
+    assert sorted(came, reverse=True) == came and [at[place] for place in range(3)] == [0, each, 2 * each]
+
+
+def test_gradients_of_two_micro_batches_are_added_and_frozen_weights_have_none() -> None:
+    model, sequences = model_of("cpu", FAMILIES["norms of heads"]), batch()
+    for frozen in (model.embed_tokens, *model.layers[0].parameters()):
+        frozen.requires_grad_(False)
+    once, plain = (gradients(model, sequences, finds) for finds in (True, False))
+    assert same_bits(once, plain) == [] and not any(name.startswith(("layers.0.", "embed")) for name in once)
+    added = []
+    for finds in (True, False):
+        model.zero_grad(set_to_none=True)
+        for part in (sequences[:10], sequences[10:]):
+            micro_batch = collate(part, model.dtype, finds_beginnings=finds)
+            make_policy_loss(CONFIG, counts_of(sequences), 0.7)(predict(model, micro_batch, 0.7), micro_batch).loss.backward()
+        added.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert same_bits(*added) == []
 
 
 def test_beginnings_of_three_sequences_by_hand() -> None:

@@ -4,7 +4,7 @@ The forward pass has the U distinct tokens. The backward pass has all tokens of 
 same bits behind the last layer have them in every layer. Weights are summed over all T tokens, in order."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +49,18 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Pass:
-    """One pass over a batch: its inputs, and what is kept between forward and backward."""
+    """One pass over a batch: its inputs, what goes from one layer to the next, ``x`` and ``total`` forwards and ``backward`` with ``grad`` backwards."""
 
     calls: Calls
     attention: AttentionCalls
     positions: Tensor
     beginnings: Beginnings
-    layers: Sequence[TrainedLayer]
     norm: TrainedNorm
     wanted: WantedTokens
-    kept: list[_Kept] = field(default_factory=list)
-    last: _Normed | None = None
+    x: Tensor | None = None
+    total: Tensor | None = None
+    backward: "_Backward | None" = None
+    grad: Tensor | None = None
 
 
 def train_layers(
@@ -68,36 +69,67 @@ def train_layers(
 ) -> Tensor:  # fmt: skip
     """See ``TrainLayers``."""
     beginnings = Beginnings(*(indices(x, wants) for x, wants in zip(beginnings, (torch.int64, torch.int64, torch.int32, torch.int32), strict=True)))
-    state = _Pass(calls, attention, indices(positions, torch.int64)[beginnings.first], beginnings, layers, norm, wanted_tokens(beginnings, wanted))
-    parameters = [parameter for layer in layers for parameter in layer.parameters]
-    return _TrainLayers.apply(state, residual, norm.weight, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    state = _Pass(calls, attention, indices(positions, torch.int64)[beginnings.first], beginnings, norm, wanted_tokens(beginnings, wanted))
+    link = _Start.apply(state, residual)  # type: ignore[no-untyped-call]
+    for layer in layers:
+        link = _Layer.apply(state, layer, layer is layers[-1], link, *layer.parameters)  # type: ignore[no-untyped-call]
+    return _End.apply(state, link, norm.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _TrainLayers(torch.autograd.Function):
+# Each layer is a function of its own, so that its gradients are added to those of earlier micro-batches, or sent to other ranks, before the next layer's are
+# computed, and what it keeps may be offloaded. What is passed on has more rows backwards than forwards, which autograd would refuse: it is in the ``_Pass``,
+# and a scalar that links the functions keeps their order.
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: _Pass, residual: Tensor, *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, state: _Pass, residual: Tensor) -> Tensor:
         ctx.state = state
-        ctx.save_for_backward(*parameters)
-        x, total = None, dense(residual).index_select(0, state.beginnings.first)
-        for layer in state.layers:
-            x, total = _forward(state, layer, x, total, is_last=layer is state.layers[-1])
-        assert x is not None
-        state.last = _normed(state, state.norm, x, total)
-        return state.last.out.index_select(0, state.wanted.rows.saved)
+        state.total = dense(residual).index_select(0, state.beginnings.first)
+        return residual.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        state: _Pass = ctx.state
+        assert state.backward is not None and state.grad is not None
+        return None, state.backward.all_rows.all_of(state.grad)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: _Pass, layer: TrainedLayer, is_last: bool, link: Tensor, *parameters: Tensor | None) -> Tensor:
+        assert state.total is not None
+        kept, state.x, state.total = _forward(state, layer, state.x, state.total, is_last=is_last)
+        ctx.state, ctx.layer, ctx.is_last = state, layer, is_last
+        # The parameters too: it raises if one was changed since.
+        ctx.save_for_backward(*kept.before, *kept.attended, kept.mixed, *kept.behind, kept.gate_up, kept.gated, *parameters)
+        return link.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_link: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        state, saved = ctx.state, ctx.saved_tensors
+        assert state.backward is not None and state.grad is not None
+        kept = _Kept(_Normed(*saved[:3]), _Attended(*saved[3:9]), saved[9], _Normed(*saved[10:13]), *saved[13:15])
+        state.grad, own = state.backward.through(ctx.layer, kept, state.grad, is_last=ctx.is_last)
+        return None, None, None, by_link, *own
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: _Pass, _: Tensor, weight: Tensor) -> Tensor:
+        assert state.total is not None
+        ctx.state, last = state, _normed(state, state.norm, state.x, state.total)
+        state.x = state.total = None
+        ctx.save_for_backward(*last, weight)
+        return last.out.index_select(0, state.wanted.rows.saved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         state: _Pass = ctx.state
-        # Raises if a weight was changed since the forward pass.
-        assert ctx.saved_tensors is not None and state.last is not None
-        backward = _Backward(state, dense(grad))
-        grad, by_norm = backward.start(grad, state.last)
-        by_parameters: list[Tensor | None] = []
-        for layer in reversed(state.layers):
-            # Freed as it is used: a pass needs it no more.
-            grad, own = backward.through(layer, state.kept.pop(), grad, is_last=layer is state.layers[-1])
-            by_parameters = own + by_parameters
-        return None, backward.all_rows.all_of(grad), by_norm, *by_parameters
+        *last, _ = ctx.saved_tensors
+        state.backward = _Backward(state, dense(grad))
+        state.grad, by_norm = state.backward.start(grad, _Normed(*last))
+        return None, grad.new_zeros(()), by_norm
 
 
 def _normed(state: _Pass, norm: TrainedNorm, x: Tensor | None, total: Tensor) -> _Normed:
@@ -116,8 +148,9 @@ def _positions(state: _Pass, layer: TrainedLayer) -> Tensor:
     return state.positions if len(layer.cos_sin) > 1 else torch.zeros_like(state.positions)
 
 
-def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor, *, is_last: bool) -> tuple[Tensor, Tensor]:
-    """Computes (x, residual stream) of the U distinct tokens -> the same behind the layer, in the last one of the wanted tokens."""
+def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor, *, is_last: bool) -> tuple[_Kept, Tensor, Tensor]:
+    """Computes (x, residual stream) of the U distinct tokens -> what the backward pass needs, and the same behind the layer, in the last one of the wanted
+    tokens."""
     before = _normed(state, layer.input_norm, x, total)
     attended = _attend(state, layer, _linear(state, before.out, layer.qkv))
     mixed, total = attended.out.flatten(1), before.total
@@ -126,8 +159,7 @@ def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor,
     behind = _normed(state, layer.mlp_norm, _linear(state, mixed, layer.output), total)
     gate_up = _linear(state, behind.out, layer.gate_up)
     gated = state.calls.gate_mul(gate_up, layer.activation)
-    state.kept.append(_Kept(before, attended, mixed, behind, gate_up, gated))
-    return _linear(state, gated, layer.down), behind.total
+    return _Kept(before, attended, mixed, behind, gate_up, gated), _linear(state, gated, layer.down), behind.total
 
 
 def _attend(state: _Pass, layer: TrainedLayer, qkv: Tensor) -> _Attended:
