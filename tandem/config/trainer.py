@@ -172,9 +172,10 @@ class TrainerConfig:
                         f"'trainer.{name}' is '{getattr(self, name)}' and trainer.lora.quantization '{self.lora.quantization}', whose products are in fp32; "
                         f"set trainer.{name} to {allowed}"
                     )
-        for name in ("router_balance_loss", "router_bias_rate"):
-            if getattr(self, name):
-                raise UserError(f"'trainer.{name}' is {getattr(self, name)} and trainer.lora leaves routers as they are; set trainer.{name} to 0")
+        if self.router_bias_rate:
+            raise UserError(
+                f"'trainer.router_bias_rate' is {self.router_bias_rate} and trainer.lora leaves routers as they are; set trainer.router_bias_rate to 0"
+            )
 
     def _refuse_unread(self) -> None:
         if self.optimizer != "muon":

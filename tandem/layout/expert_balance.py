@@ -16,6 +16,10 @@ def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
     if shapes.transformers is not None:
         _check_module(shapes, config)
         return
+    if config.router_balance_loss and config.lora is not None:
+        raise UserError(
+            f"'trainer.router_balance_loss' is {config.router_balance_loss} and trainer.lora leaves routers as they are; set trainer.router_balance_loss to 0"
+        )
     for name in ("router_balance_loss", "router_bias_rate"):
         if getattr(config, name) and shapes.experts is None:
             raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")
@@ -34,8 +38,16 @@ def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
 def _check_module(shapes: ModelShapes, config: TrainerConfig) -> None:
     module, loss = shapes.transformers, balance_loss(shapes, config)
     assert module is not None
+    if loss and not module.loss_routers and config.router_balance_loss is None:
+        raise UserError(
+            f"config.json has 'output_router_logits', with which transformers adds a load-balancing loss; that of {module.class_name} cannot be added here; "
+            "set trainer.router_balance_loss to 0 to train without it"
+        )
     if loss and not module.loss_routers:
-        raise UserError(f"'trainer.router_balance_loss' is {loss}, and {module.class_name} has no load-balancing loss in transformers; leave it out")
+        raise UserError(
+            f"'trainer.router_balance_loss' is {loss}, and {module.class_name} has no load-balancing loss in transformers, or none that can be added here; "
+            "leave it out"
+        )
     if loss and config.share_prompts:
         raise UserError(
             f"'trainer.share_prompts' is true, so that a prompt's tokens count once in the load-balancing loss, whose coefficient is {loss} "

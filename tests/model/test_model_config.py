@@ -123,6 +123,7 @@ def test_gemmas_caps_query_scale_and_bases_are_those_of_transformers(tmp_path) -
 
 def test_keys_of_other_families_that_turn_nothing_on_are_accepted(tmp_path) -> None:
     nothing = {"logits_scaling": 1.0, "n_shared_experts": 0, "clip_qkv": None, "scoring_func": "softmax", "n_group": 1, "mlp_multipliers": [1.0, 1.0]}
+    nothing |= {"activation_sparsity_pattern": [0.0, 0.0]}
     assert read(tmp_path, **nothing) == read(tmp_path)
 
 
@@ -243,6 +244,7 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"model_type": "llama", "logits_soft_cap": 30.0}, ["logits_soft_cap 30.0", "llama model", "no such term"]),
         ({"lm_head_multiplier": 0.5}, ["lm_head_multiplier 0.5"]),
         ({"mlp_multipliers": [1.0, 0.5]}, ["mlp_multipliers [1.0, 0.5]"]),
+        ({"embedding_scale": True}, ["embedding_scale True"]),
         ({"no_rope_layers": [1, 1, 0]}, ["no_rope_layers [1, 1, 0]"]),
         ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
         ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),

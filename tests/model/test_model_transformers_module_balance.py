@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tandem.config.implementation import Implementation
+from tandem.config.lora import LoraConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.expert_balance import balance_loss, check_balance
@@ -18,6 +21,7 @@ from tandem.model.huggingface.model_folder import load_model
 from tandem.model.joint_balance import JointBalance
 from tandem.model.router_balance import ALONE
 from tandem.model.transformers_module.read import from_json, to_json
+from tandem.model.transformers_module.router_loss import NO_LOSS, observe_router_loss
 from tandem.types import UserError
 
 BY_TRANSFORMERS = Implementation("transformers")
@@ -167,6 +171,10 @@ def test_the_recipe_then_config_json_say_the_coefficient_and_a_class_without_the
         with pytest.raises(UserError, match=rf"share_prompts' is true, .*\({key}\); set trainer\.share_prompts to false"):
             check_balance(shapes, TrainerConfig(share_prompts=True, router_balance_loss=says))
     check_balance(shapes, TrainerConfig(share_prompts=True, router_balance_loss=0.0))
+    beside_adapter = TrainerConfig(lora=LoraConfig(), router_balance_loss=0.25)
+    check_balance(shapes, beside_adapter)
+    with pytest.raises(UserError, match=r"router_balance_loss' is 0\.25 and trainer\.lora leaves routers as they are; set trainer\.router_balance_loss to 0"):
+        check_balance(read_shapes(folder), beside_adapter)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "output_router_logits": False}))
     assert balance_loss(read_shapes(folder, implemented_by=BY_TRANSFORMERS), TrainerConfig()) == 0.0
@@ -176,6 +184,33 @@ def test_the_recipe_then_config_json_say_the_coefficient_and_a_class_without_the
         keys = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1} if other == "dots1" else {}
         without = read_shapes(peer_and_folder(other, **keys)[1], implemented_by=BY_TRANSFORMERS)
         check_balance(without, TrainerConfig())
-        says = r"'trainer\.router_balance_loss' is 0\.1, and .*ForCausalLM has no load-balancing loss in transformers; leave it out"
+        says = r"'trainer\.router_balance_loss' is 0\.1, and .*ForCausalLM has no load-balancing loss in transformers, or none .*; leave it out"
         with pytest.raises(UserError, match=says):
             check_balance(without, TrainerConfig(router_balance_loss=0.1))
+
+
+def load_balancing_loss_func(*_: Any) -> None:
+    """What a class that adds the loss names, as ``Unfollowed`` does, by its module."""
+
+
+class Unfollowed(torch.nn.Module):
+    """A class that adds the loss, and records the logits of its routers in no way that is known."""
+
+    router_aux_loss_coef = COEFFICIENT
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.config, self.base_model = SimpleNamespace(output_router_logits=asks), self
+
+    def forward(self) -> None:
+        raise AssertionError
+
+
+def test_a_folder_that_asks_for_a_loss_that_cannot_be_added_is_refused_until_the_recipe_does_without(peer_and_folder: Any) -> None:
+    assert [observe_router_loss(Unfollowed(asks)) for asks in (True, False)] == [NO_LOSS._replace(asked=COEFFICIENT), NO_LOSS]
+    shapes = read_shapes(peer_and_folder(QUICK)[1], implemented_by=BY_TRANSFORMERS)
+    assert shapes.transformers is not None
+    unfollowed = replace(shapes, transformers=replace(shapes.transformers, loss_routers=()))
+    with pytest.raises(UserError, match=r"config\.json has 'output_router_logits', .*ForCausalLM cannot be added here; set trainer\.router_balance_loss to 0"):
+        check_balance(unfollowed, TrainerConfig())
+    check_balance(unfollowed, TrainerConfig(router_balance_loss=0.0))

@@ -38,9 +38,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """By key, the values beside null, false, 0 and empty with which it changes nothing."""
 
 
+def _changes(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # True equals 1, which is neutral as a factor and not as a switch.
+    return any(map(bool, value)) and value not in neutral if isinstance(value, list) else bool(value) and (value is True or value not in neutral)
+
+
 def refuse_other_terms(read: ConfigReader, family: str, understood: Collection[str]) -> None:
     """Raises ``UserError`` for the first key that changes the arithmetic and is not ``understood`` by ``family``."""
     for key, value in read.config.items():
-        if key in NEUTRAL and key not in understood and value and value not in NEUTRAL[key]:
+        if key in NEUTRAL and key not in understood and _changes(value, NEUTRAL[key]):
             fix = "remove the key if the model was not trained with it, or set model.implementation to transformers, whose module may have it"
             raise read.fail(key, value, f"a {family} model here has no such term; {fix}")

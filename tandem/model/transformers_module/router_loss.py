@@ -29,13 +29,19 @@ NO_LOSS = RouterLoss((), 0, 0, 0, 0.0)
 
 
 def observe_router_loss(network: Any) -> RouterLoss:
-    """Returns the loss of the routers of ``network``, on the ``meta`` device, whose attention and experts are observed; ``NO_LOSS`` if its class adds none,
-    or reads its logits elsewhere than from the outputs of routers."""
+    """Returns the loss of the routers of ``network``, on the ``meta`` device, whose attention and experts are observed; ``NO_LOSS`` if its class adds none.
+    Without ``routers`` the class reads their logits elsewhere than from the outputs of modules, so that its loss cannot be added here."""
     names = inspect.unwrap(type(network).forward).__globals__
     recorder = (getattr(network.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     coefficient = getattr(network, "router_aux_loss_coef", None)
-    if FUNCTION not in names or not isinstance(recorder, OutputRecorder) or not isinstance(coefficient, int | float):
+    if FUNCTION not in names:
         return NO_LOSS
+    has_coefficient = isinstance(coefficient, int | float)
+    unknown = NO_LOSS
+    if getattr(network.config, "output_router_logits", False):
+        unknown = NO_LOSS._replace(asked=float(coefficient) if has_coefficient else 1.0)
+    if not isinstance(recorder, OutputRecorder) or not has_coefficient:
+        return unknown
     routers = {
         name: module for name, module in network.named_modules()
         if recorder.target_class is not None and isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
@@ -53,17 +59,16 @@ def observe_router_loss(network: Any) -> RouterLoss:
     try:
         followed(network, output_router_logits=True)
     except Exception:
-        # A class that cannot be followed so is trained without such a loss, as the recipe is told that asks for one.
-        return NO_LOSS
+        # A folder or a recipe that asks for the loss of a class that cannot be followed so is refused.
+        return unknown
     finally:
         names[FUNCTION] = before
         for hook in hooks:
             hook.remove()
     if len(calls) != 1 or not calls[0][0] or len(calls[0][0]) != len(outputs) or not all(_gates(output, recorder.index) for output in outputs):
-        return NO_LOSS
+        return unknown
     _, num_experts, each = calls[0]
-    asked = float(coefficient) if getattr(network.config, "output_router_logits", False) else 0.0
-    return RouterLoss(tuple(routers), recorder.index, int(num_experts), int(each), asked)
+    return RouterLoss(tuple(routers), recorder.index, int(num_experts), int(each), float(unknown.asked))
 
 
 def attach_router_loss(network: nn.Module, computing: Computing) -> None:
