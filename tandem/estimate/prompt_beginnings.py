@@ -57,6 +57,15 @@ class Prompts:
         common = tuple(Common(together, count[together], attended[together]) for together in sorted(count))
         return cls(sum(map(len, prompts)) / known, sum(len(each) ** 2 for each in prompts) / known, known, common)
 
+    def with_lengths(self, mean: float, square: float) -> "Prompts":
+        """Returns such prompts of other lengths: what shorter ones begin with in common is shorter in proportion, so that each keeps tokens of its own; longer
+        ones begin with the same tokens."""
+        if not self.common:
+            return Prompts(mean, square)
+        tokens, attended = min(1.0, mean / self.mean), min(1.0, square / self.square)
+        common = tuple(Common(each.prompts, each.tokens * tokens, each.attended * attended) for each in self.common)
+        return Prompts(mean, square, self.known, common)
+
     def repeated(self, drawn: float) -> Tokens:
         """Returns the tokens of ``drawn`` prompts that are computed for another one already if all are in one micro-batch, on average over the ways to draw
         them from the known ones (rarefaction; Hurlbert, 1971, "The Nonconcept of Species Diversity", equation 14)."""

@@ -103,6 +103,23 @@ def test_what_prompts_and_completions_begin_with_in_common_is_that_of_the_traine
     assert begun_share(shared, APART, 0.0) == 0.0
 
 
+def test_shorter_prompts_begin_alike_in_proportion_and_longer_ones_as_before() -> None:
+    draw = random.Random(5)
+    prompts = [(7, 7, 8, *(draw.randrange(3) for _ in range(draw.randint(4, 9)))) for _ in range(9)]
+    short, long = Prompts.of(prompts), Prompts.of([[token for token in prompt for _ in range(5)] for prompt in prompts])
+    shortened = long.with_lengths(short.mean, short.square)
+    for drawn in (2, 4, 9):
+        assert shortened.repeated(drawn) == pytest.approx(short.repeated(drawn))
+    lengthened = short.with_lengths(long.mean, long.square)
+    assert lengthened == replace(short, mean=long.mean, square=long.square)
+    # Of prompts that differ in their last token alone, 100 tokens of 501: all tokens of the batch are positive, and fewer than of prompts that share nothing.
+    alike = Prompts.of([(*range(500), 1000 + number) for number in range(32)]).with_lengths(100, 100**2)
+    own = packed(samples(Prompts.of_mean(100), 32, 8), Packing(1 << 20, shares=True))
+    made = packed(samples(alike, 32, 8), Packing(1 << 20, shares=True))
+    assert made.tokens == pytest.approx(100 + 31 * 100 / 501 + 32 * 8 * READ) and 0 < made.context < 2 * (100 + COMPLETION)
+    assert made.predict < made.tokens < own.tokens
+
+
 def test_a_group_that_fills_several_micro_batches_has_its_prompt_in_each() -> None:
     many = [replace(each, token_ids=(*each.token_ids[:PROMPT], 50 + number, *each.token_ids[PROMPT + 1 :])) for number, each in enumerate(group() * 2)]
     for most, counts_once in ((PROMPT + 3 * READ, True), (2 * (PROMPT + READ), False), (3 * (PROMPT + READ) + 1, False)):
