@@ -81,8 +81,13 @@ NOT_KNOWN = Prompts(0.0, 0.0)
 
 
 def met(among: float, marked: int, drawn: float) -> float:
-    """Returns the probability that at least one of ``marked`` things is drawn where ``drawn`` of ``among`` are."""
-    return 1 - math.prod(max(0.0, among - drawn - place) / (among - place) for place in range(marked))
+    """Returns the probability that at least one of ``marked`` things is drawn where ``drawn`` of ``among`` are: 1 less the product of
+    (among - drawn - place) / (among - place) over the places before ``marked``, each factor a quotient of two values of the gamma function."""
+    others = among - drawn
+    if others <= marked - 1:
+        return 1.0
+    missed = math.lgamma(others + 1) - math.lgamma(others + 1 - marked) - math.lgamma(among + 1) + math.lgamma(among + 1 - marked)
+    return -math.expm1(min(0.0, missed))
 
 
 def _common_tokens(ordered: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
