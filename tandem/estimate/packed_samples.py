@@ -76,7 +76,8 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, replays_routing: bool = False) -> Sharing:
-    """Returns how a step of ``shapes`` is computed, as ``trainer.logprobs`` and ``model.decoder.Decoder.wanting`` decide. ``replays_routing``: of experts."""
+    """Returns how a step of ``shapes`` is computed, as ``trainer.logprobs`` and ``model.decoder.Decoder.wanting`` decide. ``replays_routing``: of experts.
+    Not known here is what a model's layers compute once in an update on a CPU in fp32 without ``share_prompts`` (``trainer.beginnings``): it has less work."""
     own = trainer.backend == "tandem" and shapes.transformers is None
     has_independent_rows = own and trainer.precision != "fp8"
     shares = (

@@ -57,6 +57,15 @@ class Prompts:
         common = tuple(Common(together, count[together], attended[together]) for together in sorted(count))
         return cls(sum(map(len, prompts)) / known, sum(len(each) ** 2 for each in prompts) / known, known, common)
 
+    def with_lengths(self, mean: float, square: float) -> "Prompts":
+        """Returns such prompts of other lengths: what shorter ones begin with in common is shorter in proportion, so that each keeps tokens of its own; longer
+        ones begin with the same tokens."""
+        if not self.common:
+            return Prompts(mean, square)
+        tokens, attended = min(1.0, mean / self.mean), min(1.0, square / self.square)
+        common = tuple(Common(each.prompts, each.tokens * tokens, each.attended * attended) for each in self.common)
+        return Prompts(mean, square, self.known, common)
+
     def repeated(self, drawn: float) -> Tokens:
         """Returns the tokens of ``drawn`` prompts that are computed for another one already if all are in one micro-batch, on average over the ways to draw
         them from the known ones (rarefaction; Hurlbert, 1971, "The Nonconcept of Species Diversity", equation 14)."""
@@ -72,8 +81,13 @@ NOT_KNOWN = Prompts(0.0, 0.0)
 
 
 def met(among: float, marked: int, drawn: float) -> float:
-    """Returns the probability that at least one of ``marked`` things is drawn where ``drawn`` of ``among`` are."""
-    return 1 - math.prod(max(0.0, among - drawn - place) / (among - place) for place in range(marked))
+    """Returns the probability that at least one of ``marked`` things is drawn where ``drawn`` of ``among`` are: 1 less the product of
+    (among - drawn - place) / (among - place) over the places before ``marked``, each factor a quotient of two values of the gamma function."""
+    others = among - drawn
+    if others <= marked - 1:
+        return 1.0
+    missed = math.lgamma(others + 1) - math.lgamma(others + 1 - marked) - math.lgamma(among + 1) + math.lgamma(among + 1 - marked)
+    return -math.expm1(min(0.0, missed))
 
 
 def _common_tokens(ordered: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.packed_samples import Packing, Samples, packed, sharing_of
-from tandem.estimate.prompt_beginnings import NOT_KNOWN, Prompts
+from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.serving.engine_memory import predict_engine_memory
 from tandem.estimate.serving.kv_cache import held_tokens
 from tandem.estimate.serving.layout import ServingLayout
@@ -224,7 +224,8 @@ def _shares_computed(shapes: ModelShapes, step: RLStep) -> tuple[_Share, _Share]
         return _Share(), _Share()
     trainer = replace(layout.trainer, precision=layout.precision, micro_batch_tokens=step.micro_batch_tokens)
     sharing = sharing_of(shapes, trainer, layout.parallel, step.replays_routing)
-    prompts = replace(step.alike or NOT_KNOWN, mean=step.prompt_lengths.mean, square=step.prompt_lengths.moment(2))
+    mean, square = step.prompt_lengths.mean, step.prompt_lengths.moment(2)
+    prompts = Prompts(mean, square) if step.alike is None else step.alike.with_lengths(mean, square)
 
     def share(count: float, packing: Packing, ends_early: bool) -> _Share:
         samples = Samples(prompts, count, step.group, step.output_lengths.mean, step.output_lengths.moment(2), step.begun)

@@ -38,9 +38,9 @@ def with_layout(recipe: AnyRecipe, gpus: Sequence[str], hardware: Hardware | Non
     if isinstance(recipe, PretrainRecipe) and recipe.trains_draft:
         return _beside_frozen(recipe, len(gpus), hardware)
     best = best_layout(recipe, len(gpus), hardware)
-    found, given = best.layout, recipe.parallel
-    axes = {name: getattr(found.parallel, name) for name in CHOSEN}
-    trainer = replace(recipe.trainer, recompute="full" if found.recompute == "full" else "none", micro_batch_tokens=found.micro_batch * found.sequence)
+    layout, given = best.layout, recipe.parallel
+    axes = {name: getattr(layout.parallel, name) for name in CHOSEN}
+    trainer = replace(recipe.trainer, recompute="full" if layout.recompute == "full" else "none", micro_batch_tokens=layout.micro_batch * layout.sequence)
     recipe = replace(recipe, parallel=replace(given, layout="given", **axes), trainer=trainer)
     return recipe, f"layout: {named(best)}; predicted {best.step_seconds:.3g} s a step, {best.memory.total / 2**30:.1f} GiB on each {hardware.name}"
 
@@ -69,19 +69,19 @@ def best_layout(recipe: AnyRecipe, gpus: int, hardware: Hardware) -> Score:
     one = recipe_layout(replace(recipe, parallel=ParallelConfig()), shapes)
     request = PlanRequest(shapes, hardware, gpus, sequence_tokens(recipe, shapes), batch_sequences(recipe), one.precision, trainer=recipe.trainer)
     request.check()
-    found = sweep(request)
+    swept = sweep(request)
     if isinstance(recipe, Recipe) and recipe.draft is not None:
         # What ``config.draft`` refuses beside a head that is trained.
-        allowed = tuple(each for each in found.scored if each.layout.parallel.context == 1 and each.layout.parallel.zero < 3)
-        if found.scored and not allowed:
+        allowed = tuple(each for each in swept.scored if each.layout.parallel.context == 1 and each.layout.parallel.zero < 3)
+        if swept.scored and not allowed:
             raise UserError(
                 f"'parallel.layout' is 'auto', and every layout that fits on {gpus} GPUs has context parallelism or ZeRO 3, which section 'draft' excludes; "
                 "take more GPUs, or remove the section"
             )
-        found = replace(found, scored=allowed)
-    if found.best is None:
-        if found.nearest is None:
+        swept = replace(swept, scored=allowed)
+    if swept.best is None:
+        if swept.nearest is None:
             raise UserError(f"'parallel.layout' is 'auto', and the batch of {request.global_batch} sequences divides over no layout of {gpus} GPUs; change it")
-        raise UserError(cannot_fit(request, found.nearest))
-    return found.best
+        raise UserError(cannot_fit(request, swept.nearest))
+    return swept.best
 

@@ -50,6 +50,7 @@ def described_rl_step(
         prompt_tokens = prompt_tokens if prompt_tokens is not None else round(run.prompts.mean)
         response_tokens = response_tokens if response_tokens is not None else max(1, round(run.response_tokens))
         draft_acceptance = draft_acceptance if draft_acceptance is not None or config is None else run.draft_acceptance
+        _check_measured(recipe, scored.shapes, str(measured), [name for name, value in given if value is None], prompt_tokens, response_tokens)
     prompts, outputs, assumed = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
     if shared_prefix is not None and not 0 <= shared_prefix <= prompts.mean:
         raise UserError(f"--shared-prefix is {shared_prefix}; it must be from 0 to {prompts.mean:,.0f}, the mean tokens of a prompt")
@@ -73,6 +74,21 @@ def _measured_line(folder: str, run: MeasuredRun, lengths: Sequence[str]) -> str
     return f"  measured by '{folder}': {', '.join(said) or 'nothing that is used here'}"
 
 
+def _check_measured(recipe: Recipe, shapes: ModelShapes, folder: str, lengths: Sequence[str], prompt_tokens: int, response_tokens: int) -> None:
+    """Raises ``UserError`` for those of the mean ``lengths`` from the run in ``folder`` that the recipe does not allow."""
+    prompts, completions = _longest_means(recipe, shapes)
+    for name, flag, value, limit in (("prompts", "prompt", prompt_tokens, prompts), ("completions", "response", response_tokens, completions)):
+        if name in lengths and not 1 <= value <= limit:
+            raise UserError(
+                f"--measured is '{folder}', whose {name} have {value:,} tokens on average; the recipe allows from 1 to {limit:,}: give --{flag}-tokens"
+            )
+
+
+def _longest_means(recipe: Recipe, shapes: ModelShapes) -> tuple[int, int]:
+    """Returns the greatest mean lengths of prompts and of completions that the recipe allows."""
+    return max(1, sequence_tokens(recipe, shapes) - 1), recipe.rollout.max_tokens
+
+
 def _lengths(
     recipe: Recipe, shapes: ModelShapes, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
 ) -> tuple[Lengths, Lengths, str]:
@@ -81,8 +97,9 @@ def _lengths(
     most, context = rollout.max_tokens, sequence_tokens(recipe, shapes)
     prompt = prompt_tokens if prompt_tokens is not None else min(USUAL_PROMPT, max(1, (context - most) // 2))
     response = response_tokens if response_tokens is not None else max(1, most // 2)
-    for name, value, limit in (("prompt-tokens", prompt, context - 1), ("response-tokens", response, most), ("response-p95", response_p95, 2**31)):
-        if value is not None and not 1 <= value <= max(1, limit):
+    prompt_limit, response_limit = _longest_means(recipe, shapes)
+    for name, value, limit in (("prompt-tokens", prompt, prompt_limit), ("response-tokens", response, response_limit), ("response-p95", response_p95, 2**31)):
+        if value is not None and not 1 <= value <= limit:
             raise UserError(f"--{name} is {value}; it must be from 1 to {limit:,}, which the recipe allows")
     prompts = Lengths.around(prompt, most=context)
     outputs = Lengths.around(response, most=most) if response_p95 is None else Lengths.with_p95(response, response_p95, most)

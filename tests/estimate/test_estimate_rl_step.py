@@ -143,6 +143,20 @@ def test_a_step_of_tandems_trainer_computes_what_samples_begin_with_once_in_pass
     assert begun == pytest.approx((prompt + group * (completion - 1) / 2) / (prompt + group * (completion - 1)), rel=0.06)
 
 
+def test_prompts_shorter_than_what_was_known_to_begin_alike_are_predicted_to_take_what_those_with_a_prefix_of_that_share_do() -> None:
+    own = replace(TRAINING, parallel=ParallelConfig(), global_batch=1, trainer=TrainerConfig(share_prompts=True))
+    grouped = replace(STEP, prompts=32, group=8, output_lengths=Lengths.around(50, 0), micro_batch_tokens=1 << 20, passes=1, training=own)
+    for prompt in (20, 100):
+        step = replace(grouped, prompt_lengths=Lengths.around(prompt, 0))
+        # 500 of 520 tokens are the same in all prompts.
+        known = Prompts.of([(*range(500), *(1000 + number,) * 20) for number in range(32)])
+        measured, prefixed, apart = (
+            predict_rl_step(LLAMA_3_8B, H100, replace(step, alike=alike)) for alike in (known, Prompts.with_prefix(prompt, prompt * 500 / 520), None)
+        )
+        assert measured.training == pytest.approx(prefixed.training, rel=0.01) and measured.inference == pytest.approx(prefixed.inference, rel=0.01)
+        assert 0 < measured.training < apart.training
+
+
 def test_weights_are_written_by_all_ranks_of_a_node_and_read_by_every_engine_over_the_bus() -> None:
     size = 2 * parameter_count(LLAMA_3_8B)
     one = weight_update_seconds(LLAMA_3_8B, H100, ServingLayout(2), 8, 4)

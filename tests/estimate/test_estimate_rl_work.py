@@ -1,9 +1,12 @@
 """The predicted work of a step of reinforcement learning: what the trainer packs, and closed forms."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean
+from time import process_time
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tandem.config.load import build
 from tandem.config.recipe import Recipe
 from tandem.estimate.draft_work import draft_passes, draft_work
 from tandem.estimate.packed_samples import Packing, Samples, begun_share, packed
-from tandem.estimate.prompt_beginnings import Prompts
+from tandem.estimate.prompt_beginnings import MANY, Prompts, met
 from tandem.estimate.rl_work import RLModels, RLWork, rl_work
 from tandem.estimate.time import Product, Work
 from tandem.estimate.training.layout import DraftTraining
@@ -101,6 +104,35 @@ def test_what_prompts_and_completions_begin_with_in_common_is_that_of_the_traine
     assert packed(shared, ONCE).tokens - packed(own, ONCE).tokens == pytest.approx(len(prompts) * GROUP * READ / 4)
     assert begun_share(shared, ONCE, 1 - packed(own, ONCE).tokens / own.whole) == pytest.approx(1 / 4)
     assert begun_share(shared, APART, 0.0) == 0.0
+
+
+def test_what_is_drawn_meets_marked_things_as_often_as_the_product_of_the_shares_that_are_left_says() -> None:
+    for among, marked, drawn in ((9, 3, 2.0), (9, 3, 2.5), (9, 5, 4.5), (9, 6, 3.5), (9, 6, 4.0), (9, 9, 1.0), (9, 1, 9.0), (700, 40, 17.0), (4096, 4000, 1.5)):
+        left = math.prod(max(Fraction(0), among - Fraction(drawn) - place) / (among - place) for place in range(marked))
+        assert met(among, marked, drawn) == pytest.approx(float(1 - left), abs=1e-9), (among, marked, drawn)
+    # All combinations of few.
+    chosen = list(itertools.combinations(range(7), 3))
+    assert met(7, 2, 3.0) == pytest.approx(sum(0 in each or 1 in each for each in chosen) / len(chosen))
+    began = process_time()
+    assert [met(MANY, MANY, 32.0) for _ in range(100)] == [1.0] * 100 and met(MANY, MANY - 64, 32.0) == pytest.approx(1.0)
+    assert process_time() - began < 1, "a product over each of them takes tens of seconds"
+
+
+def test_shorter_prompts_begin_alike_in_proportion_and_longer_ones_as_before() -> None:
+    draw = random.Random(5)
+    prompts = [(7, 7, 8, *(draw.randrange(3) for _ in range(draw.randint(4, 9)))) for _ in range(9)]
+    short, long = Prompts.of(prompts), Prompts.of([[token for token in prompt for _ in range(5)] for prompt in prompts])
+    shortened = long.with_lengths(short.mean, short.square)
+    for drawn in (2, 4, 9):
+        assert shortened.repeated(drawn) == pytest.approx(short.repeated(drawn))
+    lengthened = short.with_lengths(long.mean, long.square)
+    assert lengthened == replace(short, mean=long.mean, square=long.square)
+    # Of prompts that differ in their last token alone, 100 tokens of 501: all tokens of the batch are positive, and fewer than of prompts that share nothing.
+    alike = Prompts.of([(*range(500), 1000 + number) for number in range(32)]).with_lengths(100, 100**2)
+    own = packed(samples(Prompts.of_mean(100), 32, 8), Packing(1 << 20, shares=True))
+    made = packed(samples(alike, 32, 8), Packing(1 << 20, shares=True))
+    assert made.tokens == pytest.approx(100 + 31 * 100 / 501 + 32 * 8 * READ) and 0 < made.context < 2 * (100 + COMPLETION)
+    assert made.predict < made.tokens < own.tokens
 
 
 def test_a_group_that_fills_several_micro_batches_has_its_prompt_in_each() -> None:

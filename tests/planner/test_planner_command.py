@@ -375,5 +375,15 @@ def test_a_run_that_measured_its_lengths_drafts_and_common_beginnings_gives_them
     for folder, said in ((tmp_path, "is no folder of a run"), (run_folder(tmp_path / "new", recipe, [], Prompts.of_mean(9)), "has measured no step")):
         assert main([*words, "--measured", str(folder)]) != 0
         assert f"--measured is '{folder}', which {said}" in capsys.readouterr().err
+    # Of a run with a longer context than the recipe's, which the flags replace.
+    for prompt, response, lengths, flag in ((100_000, 9.0, "prompts have 100,000", "prompt"), (9, 4000.0, "completions have 4,000", "response")):
+        longer = str(run_folder(tmp_path / f"longer-{flag}", recipe, [{"response_length/mean": response}], Prompts.of_mean(prompt)))
+        assert main([*words, "--measured", longer]) != 0
+        said = capsys.readouterr().err
+        assert f"--measured is '{longer}', whose {lengths} tokens on average; the recipe allows from 1 to " in said and f"give --{flag}-tokens" in said
+        assert main([*words, "--measured", longer, f"--{flag}-tokens", "100"]) == 0
+        capsys.readouterr()
+    assert main([*words, "--prompt-tokens", "100000"]) != 0
+    assert "--prompt-tokens is 100000; it must be from 1 to " in capsys.readouterr().err
     assert main([*words, "--prompt-tokens", "100", "--shared-prefix", "101"]) != 0
     assert "--shared-prefix is 101; it must be from 0 to 100, the mean tokens of a prompt" in capsys.readouterr().err
