@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import wraps
 from typing import Any
 
+from tandem.types import EndlessTemplate
+
 MOST_SECONDS = 10.0
 """Of processor time, for one text: some hundred times what long conversations with many tools take."""
 MOST_CHARACTERS = 2**27
@@ -22,9 +24,10 @@ _ITEMS, _JOINED = " items", " joined"
 
 
 class _Spent(threading.local):
-    """The counts of a thread's rendering: ``until``, when it has to end (``None``: nothing is rendered)."""
+    """The counts of a thread's rendering: ``until``, when it has to end (``None``: nothing is rendered), after ``seconds``."""
 
     until: float | None = None
+    seconds = 0.0
     count = 0
 
 
@@ -69,14 +72,14 @@ def bounded_environment(extensions: list[Any]) -> Any:
                 joined.nodes = [nodes.Filter(nodes.List(joined.nodes, lineno=joined.lineno), _JOINED, [], [], None, None, lineno=joined.lineno)]
             return tree
 
-        def bounded(self) -> "_Rendering":
-            return _Rendering(self._spent)
+        def bounded(self, seconds: float | None = None) -> "_Rendering":
+            return _Rendering(self._spent, MOST_SECONDS if seconds is None else seconds)
 
         def _count(self) -> None:
             spent = self._spent
             spent.count += 1
             if spent.count % _EVERY == 0 and spent.until is not None and time.thread_time() > spent.until:
-                raise SecurityError(f"it takes more than {MOST_SECONDS:g} seconds of processor time, as one that loops without end")
+                raise EndlessTemplate(f"it takes more than {spent.seconds:g} seconds of processor time, as one that loops without end")
 
         def items(self, items: Any) -> Any:
             return (_SizedCounted if isinstance(items, Sized) else _Counted)(items, self._count)
@@ -124,13 +127,17 @@ def _is_too_large(operator: str, left: Any, right: Any) -> bool:
 
 
 class _Rendering:
-    """The context in which a text is rendered in this thread."""
+    """The context in which texts are rendered in this thread, within ``seconds`` or what is left of those of a context around it."""
 
-    def __init__(self, spent: _Spent) -> None:
-        self._spent = spent
+    def __init__(self, spent: _Spent, seconds: float) -> None:
+        self._spent, self._seconds = spent, seconds
 
     def __enter__(self) -> None:
-        self._spent.until, self._spent.count = time.thread_time() + MOST_SECONDS, 0
+        spent = self._spent
+        self._around = spent.until, spent.seconds
+        until = time.thread_time() + self._seconds
+        if spent.until is None or until < spent.until:
+            spent.until, spent.seconds = until, self._seconds
 
     def __exit__(self, *_: object) -> None:
-        self._spent.until = None
+        self._spent.until, self._spent.seconds = self._around

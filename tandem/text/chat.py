@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from tandem.text.bounded_jinja import bounded_environment
 from tandem.text.generation_marks import NO_MARKS, generation_extension
-from tandem.types import UserError
+from tandem.types import EndlessTemplate, UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input, read_json_object
 
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -64,15 +65,22 @@ class ChatTemplate:
     ) -> str:
         """The text of ``messages``, each with ``role`` and ``content``. ``variables`` reach the template
         (``enable_thinking=False``). The result is encoded without adding special tokens: the template writes them.
-        Raises ``UserError`` where the template refuses."""
+        Raises ``UserError`` where the template refuses, and its ``EndlessTemplate`` where it computes for too long."""
         known = {"tools": tools, "documents": None, **self.tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             with self.template.environment.bounded():
                 text: str = self.template.render(known)
         except Exception as error:  # A template can fail in every way that Python can.
-            raise UserError(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
+            kind = EndlessTemplate if isinstance(error, EndlessTemplate) else UserError
+            raise kind(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
         return text
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Returns a context in which the texts that this thread renders have together at most ``seconds`` of processor time, after which ``render`` raises
+        ``EndlessTemplate``."""
+        context: AbstractContextManager[None] = self.template.environment.bounded(seconds)
+        return context
 
     def ignores_tools(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **options: Any) -> bool:
         """Returns whether ``text``, which ``render`` made of the same arguments, is also what the template makes without ``tools``. Once it has shown some,
