@@ -125,25 +125,28 @@ class PromptReader:
         if reserved:
             raise invalid(f"'chat_template_kwargs' has {sorted(reserved)[0]!r}, which is a field of the request", "chat_template_kwargs")
 
+        options = {"add_generation_prompt": chat.add_generation_prompt, **chat.variables}
+
+        def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+            text = template.render(messages, tools=chat.tools or None, **options)
+            if template.ignores_tools(text, messages, chat.tools, **options):
+                # As in vLLM, such requests are answered: many clients send their tools to every model.
+                warn_of(self.request, "the chat template does not show the tools to the model")
+                if template.folder not in _warned:
+                    _warned.add(template.folder)
+                    say(f"warning: {template.without_tools(len(chat.tools))}; give --chat-template one that writes 'tools'")
+            return text
+
         def render() -> str:
-            options = {"add_generation_prompt": chat.add_generation_prompt, **chat.variables}
             try:
-                text = template.render(plain, tools=chat.tools or None, **options)
-                if template.ignores_tools(text, plain, chat.tools, **options):
-                    # As in vLLM, such requests are answered: many clients send their tools to every model.
-                    warn_of(self.request, "the chat template does not show the tools to the model")
-                    if template.folder not in _warned:
-                        _warned.add(template.folder)
-                        say(f"warning: {template.without_tools(len(chat.tools))}; give --chat-template one that writes 'tools'")
-                return text
+                return rendered(plain)
             except EndlessTemplate:
                 raise
             except UserError:
                 if not any(message.get("tool_calls") for message in plain):
                     raise
                 # Some templates, such as DeepSeek's, write the arguments of earlier calls as the text that they are given.
-                texts = [_with_text_arguments(message) for message in plain]
-                return template.render(texts, tools=chat.tools or None, **options)
+                return rendered([_with_text_arguments(message) for message in plain])
 
         def at_once() -> str | None:
             with contextlib.suppress(EndlessTemplate), template.within(_INLINE_SECONDS):

@@ -17,6 +17,8 @@ from tandem.text.chat import ChatTemplate
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 QUESTION = ChatMessage(role="user", content="1+2?")
 CALLS: Any = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+WRITES_TEXT = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"
 WITH_CALLS = [QUESTION, ChatMessage(role="assistant", content=None, tool_calls=CALLS)]
 
 
@@ -56,3 +58,13 @@ def test_a_template_without_end_is_rendered_once_while_the_event_loop_answers(me
     # Of the thread of the loop, which has at most its own 20 ms at once; and of all threads, once the bound.
     assert len(gaps) > 10 and max(gaps) < 0.5
     assert time.process_time() - began < 1.8
+
+
+def test_tools_that_a_template_of_text_arguments_does_not_show_are_noticed_after_earlier_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source, ignores in ((WRITES_TEXT, True), ("{% if tools %}{{ tools | tojson }}{% endif %}" + WRITES_TEXT, False)):
+        asked, state = reader()
+        text = asyncio.run(asked.chat_text(template_of(tmp_path, source), Conversation(WITH_CALLS, tools=TOOLS)))
+        assert '({"a": 1})' in text
+        assert hasattr(state, "warning") is ignores
+        logged = "".join(capsys.readouterr())
+        assert ("writes the same text with the tool and without" in logged) is ignores
