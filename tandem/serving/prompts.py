@@ -129,7 +129,7 @@ class PromptReader:
 
         def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
             text = template.render(messages, tools=chat.tools or None, **options)
-            if template.ignores_tools(text, messages, chat.tools, **options):
+            if template.ignores_tools(chat.tools, **chat.variables):
                 # As in vLLM, such requests are answered: many clients send their tools to every model.
                 warn_of(self.request, "the chat template does not show the tools to the model")
                 if template.folder not in _warned:

@@ -1,6 +1,7 @@
 """Chat templates that compute without end are refused, those that end have the text of jinja2's own sandbox, and tools that a template does not show are
 noticed."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 
 from tandem.text import bounded_jinja
 from tandem.text.chat import ChatTemplate, apply_chat_template
-from tandem.types import UserError
+from tandem.types import EndlessTemplate, UserError
 
 ENDLESS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -89,18 +90,45 @@ IGNORES = "{% for m in messages %}{{ m.content }}{% endfor %}"
 REFUSES_NONE = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + IGNORES
 
 
-def test_tools_that_a_template_does_not_show_are_noticed_until_it_has_shown_some(write: Callable[[str], Path]) -> None:
-    for source, ignores in {SHOWS: False, IGNORES: True, REFUSES_NONE: False}.items():
+OF_SYSTEM = "{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}" + IGNORES
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+OF_MANY = "{% if messages | length > 1 %}{{ tools | tojson }}{% endif %}x"
+OF_ONE = "{% if messages | length == 1 %}{{ tools | tojson }}{% endif %}x"
+REFUSES_ALL = "{{ raise_exception('these messages are not those of a game') }}"
+OF_VARIABLE = "{% if game %}{{ tools | tojson }}{% endif %}" + IGNORES
+
+
+@pytest.mark.parametrize(
+    ("source", "ignores"),
+    [
+        (SHOWS, False), (IGNORES, True), (REFUSES_NONE, False), (OF_SYSTEM, False), (WITHOUT_SYSTEM + IGNORES, True), (WITHOUT_SYSTEM + SHOWS, False),
+        (OF_MANY, False), (OF_ONE, False), (REFUSES_ALL, False),
+    ],
+)  # fmt: skip
+def test_a_template_is_judged_by_its_tools_whatever_was_rendered_before(source: str, ignores: bool, write: Callable[[str], Path]) -> None:
+    for before in ([], [MESSAGES[:1]], [MESSAGES], [MESSAGES, MESSAGES[:1]]):
         template = ChatTemplate.from_folder(write(source), with_tools=True)
-        text = template.render(MESSAGES, tools=TOOLS)
-        assert template.ignores_tools(text, MESSAGES, TOOLS) is ignores
-        assert not template.ignores_tools(text, MESSAGES, [])
-    last_alone = ChatTemplate.from_folder(write("{% if messages | length > 1 %}{{ tools | tojson }}{% endif %}x"), with_tools=True)
-    first = last_alone.render(MESSAGES[:1], tools=TOOLS)
-    assert last_alone.ignores_tools(first, MESSAGES[:1], TOOLS)
-    assert not last_alone.ignores_tools(last_alone.render(MESSAGES, tools=TOOLS), MESSAGES, TOOLS)
-    # A template that has shown tools knows where it does.
-    assert not last_alone.ignores_tools(first, MESSAGES[:1], TOOLS)
+        for messages in before:
+            with contextlib.suppress(UserError):
+                template.render(messages, tools=TOOLS)
+                template.check_tools(TOOLS)
+        assert template.ignores_tools(TOOLS) is ignores
+        assert template.ignores_tools(TOOLS) is ignores and not template.ignores_tools([])
+
+
+def test_other_tools_and_variables_are_judged_for_themselves_and_a_template_without_end_is_not_taken_for_one_that_reads_tools(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate.from_folder(write(OF_VARIABLE), with_tools=True)
+    for _ in range(2):
+        assert template.ignores_tools(TOOLS) and not template.ignores_tools(TOOLS, game=True)
+    of_two = ChatTemplate.from_folder(write("{% if tools and tools | length > 1 %}{{ tools | tojson }}{% endif %}x"), with_tools=True)
+    for _ in range(2):
+        assert of_two.ignores_tools(TOOLS) and not of_two.ignores_tools(TOOLS * 2)
+    monkeypatch.setattr(bounded_jinja, "MOST_SECONDS", 0.2)
+    endless = ChatTemplate.from_folder(write("{% if not tools %}" + ENDLESS["loops in loops"] + "{% endif %}x"), with_tools=True)
+    with pytest.raises(EndlessTemplate):
+        endless.ignores_tools(TOOLS)
 
 
 def test_a_template_of_its_own_for_tools_is_asked_and_not_the_other(tmp_path: Path) -> None:
@@ -108,7 +136,7 @@ def test_a_template_of_its_own_for_tools_is_asked_and_not_the_other(tmp_path: Pa
         named = [{"name": "default", "template": IGNORES + "."}, {"name": "tool_use", "template": of_tools}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
         template = ChatTemplate.from_folder(tmp_path, with_tools=True)
-        assert template.ignores_tools(template.render(MESSAGES, tools=TOOLS), MESSAGES, TOOLS) is ignores
+        assert template.ignores_tools(TOOLS) is ignores
 
 
 def test_a_text_in_python_warns_of_tools_that_the_model_does_not_see(write: Callable[[str], Path], recwarn: pytest.WarningsRecorder) -> None:
