@@ -4,6 +4,7 @@ noticed."""
 import contextlib
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,28 @@ TOO_LARGE = {
     "a text added to itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "a block of itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     "{% endfor %}",
+    "a wide number": "{{ '%99999999d' % 1 }}",
+    "a precise number": "{{ '%.99999999f' % 1.5 }}",
+    "a width that is given": "{{ '%*d' % (99999999, 1) }}",
+    "a text by its name, often": "{% set x = 'a' * 99999 %}{{ ('%(x)s' * 9999) % {'x': x} }}",
+    "a wide number of a filter": "{{ '%99999999d' | format(1) }}",
+    "a wide field": "{{ '{:99999999}'.format(1) }}",
+    "a field of a given width": "{{ '{:{}{}}'.format(1, 9999, 9999) }}",
+    "a field, often": "{% set x = 'a' * 99999 %}{{ ('{x}' * 9999).format_map({'x': x}) }}",
+    "a centred text": "{{ 'x'.center(99999999) }}",
+    "a centred text of a filter": "{{ 'x' | center(width=99999999) }}",
+    "a text at the left": "{{ 'x'.ljust(99999999) }}",
+    "bytes": "{{ (5).to_bytes(99999999, 'big') | length }}",
+    "tabs": "{{ ('\\t' * 99999).expandtabs(4000) }}",
+    "an indentation": "{{ 'x' | indent(99999999, true) }}",
+    "an indentation of lines": "{{ ('x\n' * 99999) | indent('a' * 9999) }}",
+    "a replaced letter": "{% set x = 'a' * 9999 %}{{ x.replace('a', x) }}",
+    "a replaced letter of a filter": "{% set x = 'a' * 9999 %}{{ x | replace('a', x) }}",
+    "letters by a table": "{% set x = 'a' * 9999 %}{{ x.translate({97: x}) }}",
+    "a long separator": "{% set x = 'a' * 9999 %}{{ x.join(x) }}",
+    "a long separator of a filter": "{% set x = 'a' * 9999 %}{{ x | join(x) }}",
+    "a text joined often": "{% set x = {'a': 'a' * 99999} %}{{ ([x] * 9999) | join(attribute='a') }}",
+    "wrapped words": "{% set x = 'a ' * 9999 %}{{ x | wordwrap(1, wrapstring=x) }}",
 }  # fmt: skip
 ENDS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.revindex }}{{ loop.previtem is defined }}{{ m.content }}{% endfor %}",
@@ -39,6 +62,10 @@ ENDS = [
     "{% for key, value in messages[0].items() %}{{ key ~ '=' ~ value }}{% endfor %}{{ messages[0].content + '!' }}{{ '=' * 7 }}{{ 2 ** 10 }}{{ 3 * 4.5 }}",
     "{{ messages | map(attribute='content') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
     "{% for a in [[1, [2]], 3] recursive %}{{ a if a is number else loop(a) }}{% endfor %}{{ 'x' | indent(4, true) }}{{ '%s-%d' | format('a', 3) }}",
+    "{{ '%5.2f|%-4s|%%' % (1.5, 'b') }}{{ '%(a)s' % {'a': 1} }}{{ '{:>6}{x[0]}'.format('a', x='bc') }}{{ '{a}'.format_map({'a': 1}) }}",
+    "{{ 7 % 4 }}{{ 'a'.center(5) }}{{ 'b' | center(5) }}{{ 'aab'.replace('a', 'cc', 1) }}{{ 'aab' | replace('a', 'cc') }}{{ 5 | replace(5, 6) }}",
+    "{{ ', '.join(['a', 'b']) }}{{ messages | join('; ', attribute='role') }}{{ {'a': 1} | join }}{{ range(3) | join('-') }}{{ 'a\nb' | indent(2) }}",
+    "{{ '\ta'.expandtabs(2) }}{{ 'aab'.translate({97: 'x'}) }}{{ 'a b c' | wordwrap(3) }}{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}",
 ]
 MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "你好"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -73,8 +100,14 @@ def test_a_template_without_end_is_refused_in_one_line_and_the_next_text_has_all
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_texts_and_numbers_that_grow_without_end_are_refused_before_they_are_made(name: str, write: Callable[[str], Path]) -> None:
     folder = write(TOO_LARGE[name])
-    with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes too large a value|makes a text of more than)"):
-        ChatTemplate.from_folder(folder).render(MESSAGES)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes too large a value|makes a text of more than)"):
+            ChatTemplate.from_folder(folder).render(MESSAGES)
+        # Reading a file takes 64 MiB, and a refused text has at least 100 MB; one that is doubled is made up to its bound.
+        assert tracemalloc.get_traced_memory()[1] < (2**28 if "itself" in name else 8e7)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("source", ENDS)
