@@ -103,7 +103,7 @@ def chat_format_of(folder: Path, tokenizer: Tokenizer, tools: Sequence[Mapping[s
         text = compiled.render(messages, tools=shown or None)
         if not tools:
             # Those of a recipe may be in its own words, for a template that knows none.
-            compiled.check_tools(text, messages, shown)
+            compiled.check_tools(shown)
         return text
 
     return ChatFormat(

@@ -1,6 +1,7 @@
 """Converts a request's body to token ids and sampling parameters."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,15 @@ from tandem.serving.text_encoder import INLINE_CHARACTERS, TextEncoder
 from tandem.text.chat import ChatTemplate
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.messages import plain_calls, plain_text
-from tandem.types import UserError
+from tandem.types import EndlessTemplate, UserError
 
 _MAX_GRAMMAR_BYTES = 2**17
 """The most bytes of ``structured_outputs`` as JSON: the engine compiles a grammar between two steps."""
 _MAX_CHOICES = 4096
 _MANY_MESSAGES = 64
 """Messages above which a conversation is rendered beside the event loop."""
+_INLINE_SECONDS = 0.02
+"""Of processor time, for which a short conversation may be rendered on the event loop; one that takes longer is rendered beside it."""
 _warned: set[Path] = set()
 """Folders of whose templates the log says that they show no tools."""
 
@@ -122,27 +125,39 @@ class PromptReader:
         if reserved:
             raise invalid(f"'chat_template_kwargs' has {sorted(reserved)[0]!r}, which is a field of the request", "chat_template_kwargs")
 
+        options = {"add_generation_prompt": chat.add_generation_prompt, **chat.variables}
+
+        def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+            text = template.render(messages, tools=chat.tools or None, **options)
+            if template.ignores_tools(chat.tools, **chat.variables):
+                # As in vLLM, such requests are answered: many clients send their tools to every model.
+                warn_of(self.request, "the chat template does not show the tools to the model")
+                if template.folder not in _warned:
+                    _warned.add(template.folder)
+                    say(f"warning: {template.without_tools(len(chat.tools))}; give --chat-template one that writes 'tools'")
+            return text
+
         def render() -> str:
-            options = {"add_generation_prompt": chat.add_generation_prompt, **chat.variables}
             try:
-                text = template.render(plain, tools=chat.tools or None, **options)
-                if template.ignores_tools(text, plain, chat.tools, **options):
-                    # As in vLLM, such requests are answered: many clients send their tools to every model.
-                    warn_of(self.request, "the chat template does not show the tools to the model")
-                    if template.folder not in _warned:
-                        _warned.add(template.folder)
-                        say(f"warning: {template.without_tools(len(chat.tools))}; give --chat-template one that writes 'tools'")
-                return text
+                return rendered(plain)
+            except EndlessTemplate:
+                raise
             except UserError:
                 if not any(message.get("tool_calls") for message in plain):
                     raise
                 # Some templates, such as DeepSeek's, write the arguments of earlier calls as the text that they are given.
-                texts = [_with_text_arguments(message) for message in plain]
-                return template.render(texts, tools=chat.tools or None, **options)
+                return rendered([_with_text_arguments(message) for message in plain])
+
+        def at_once() -> str | None:
+            with contextlib.suppress(EndlessTemplate), template.within(_INLINE_SECONDS):
+                return render()
+            return None
 
         is_long = len(plain) > _MANY_MESSAGES or sum(len(message["content"] or "") for message in plain) > INLINE_CHARACTERS
         try:
-            text = await asyncio.to_thread(render) if is_long else render()
+            text = None if is_long else at_once()
+            if text is None:
+                text = await asyncio.to_thread(render)
             return cut_at_mark(text) if chat.continues_last else text
         except UserError as error:
             raise invalid(str(error), "messages") from None

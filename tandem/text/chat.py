@@ -1,8 +1,10 @@
 """Chat templates: messages to the text that a model was trained to read. Needs jinja2, an optional extra."""
 
+import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -10,10 +12,15 @@ from typing import Any
 
 from tandem.text.bounded_jinja import bounded_environment
 from tandem.text.generation_marks import NO_MARKS, generation_extension
-from tandem.types import UserError
+from tandem.types import EndlessTemplate, UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input, read_json_object
 
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_USER = {"role": "user", "content": "Hello."}
+_PROBES = ([{"role": "system", "content": "You help."}, _USER], [_USER])
+"""Conversations by which it is told whether a template shows tools: some show them in the system's message alone, others refuse one."""
+_MOST_JUDGED = 256
+"""Sets of tools of which a template keeps whether it shows them."""
 
 
 def apply_chat_template(
@@ -29,7 +36,7 @@ def apply_chat_template(
     it. Warns of ``tools`` that the template does not show."""
     compiled = ChatTemplate.from_folder(folder, with_tools=bool(tools), source=template)
     text = compiled.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
-    if compiled.ignores_tools(text, messages, tools or (), add_generation_prompt=add_generation_prompt, **variables):
+    if compiled.ignores_tools(tools or (), **variables):
         warnings.warn(compiled.without_tools(len(tools or ())), stacklevel=2)
     return text
 
@@ -43,7 +50,7 @@ class ChatTemplate:
     tokens: Mapping[str, Any]
     folder: Path
     has_generation: bool = False
-    _shown: list[bool] = field(default_factory=list, repr=False, compare=False)
+    _ignored: dict[bytes, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_folder(
@@ -64,32 +71,50 @@ class ChatTemplate:
     ) -> str:
         """The text of ``messages``, each with ``role`` and ``content``. ``variables`` reach the template
         (``enable_thinking=False``). The result is encoded without adding special tokens: the template writes them.
-        Raises ``UserError`` where the template refuses."""
+        Raises ``UserError`` where the template refuses, and its ``EndlessTemplate`` where it computes for too long."""
         known = {"tools": tools, "documents": None, **self.tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             with self.template.environment.bounded():
                 text: str = self.template.render(known)
         except Exception as error:  # A template can fail in every way that Python can.
-            raise UserError(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
+            kind = EndlessTemplate if isinstance(error, EndlessTemplate) else UserError
+            raise kind(f"the chat template of '{self.folder}' refuses these messages: {_first_line(error)}") from None
         return text
 
-    def ignores_tools(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **options: Any) -> bool:
-        """Returns whether ``text``, which ``render`` made of the same arguments, is also what the template makes without ``tools``. Once it has shown some,
-        it is not asked again."""
-        if not tools or self._shown:
-            return False
-        try:
-            is_shown = self.render(messages, **options) != text
-        except UserError:  # It refuses what it writes with tools, so it has read them.
-            is_shown = True
-        if is_shown:
-            self._shown.append(True)
-        return not is_shown
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Returns a context in which the texts that this thread renders have together at most ``seconds`` of processor time, after which ``render`` raises
+        ``EndlessTemplate``."""
+        context: AbstractContextManager[None] = self.template.environment.bounded(seconds)
+        return context
 
-    def check_tools(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **options: Any) -> None:
-        """Raises ``UserError`` if ``text``, which ``render`` made of the same arguments, does not show the ``tools``."""
-        if self.ignores_tools(text, messages, tools, **options):
+    def ignores_tools(self, tools: Sequence[Mapping[str, Any]], **variables: Any) -> bool:
+        """Returns whether the template, with ``variables``, writes neutral conversations with ``tools`` as without. The answer is about the template: it
+        does not depend on the messages that come with the tools. Raises ``EndlessTemplate``."""
+        if not tools:
+            return False
+        key = hashlib.sha256(repr((tools, variables)).encode()).digest()
+        if key not in self._ignored:
+            if len(self._ignored) >= _MOST_JUDGED:
+                self._ignored.clear()
+            pairs = [(self._probe(probe, tools, variables), self._probe(probe, None, variables)) for probe in _PROBES]
+            # One that refuses a conversation both with tools and without cannot be judged by it.
+            judged = [pair for pair in pairs if pair != (None, None)]
+            self._ignored[key] = bool(judged) and all(shown == plain for shown, plain in judged)
+        return self._ignored[key]
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]) -> str | None:
+        """Returns the text of ``messages``, or ``None`` if the template refuses them."""
+        try:
+            return self.render(messages, **{**variables, "tools": tools, "add_generation_prompt": True})
+        except EndlessTemplate:
+            raise
+        except UserError:
+            return None
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ``UserError`` if the template does not show ``tools``."""
+        if self.ignores_tools(tools):
             raise UserError(f"{self.without_tools(len(tools))}; put a template that writes 'tools' there, or leave the tools out")
 
     def without_tools(self, count: int) -> str:

@@ -1,7 +1,7 @@
 """The named values that cross rooms. Imports nothing but the standard library."""
 
 from tandem.types.batch import Batch, TrainSequence
-from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EngineDied, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EndlessTemplate, EngineDied, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.replay_buffer import ReplayBuffer
 from tandem.types.round import Round
@@ -15,6 +15,7 @@ __all__ = [
     "CollectiveError",
     "DamagedOffload",
     "DamagedWeights",
+    "EndlessTemplate",
     "EngineDied",
     "FinishReason",
     "PartEntry",

@@ -11,6 +11,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class EndlessTemplate(UserError):
+    """A chat template that computed for longer than it may: another form of the same messages is not tried."""
+
+
 class RunError(UserError):
     """A run that cannot go on. One line, exit code 1."""
 

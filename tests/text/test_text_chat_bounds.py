@@ -1,8 +1,10 @@
 """Chat templates that compute without end are refused, those that end have the text of jinja2's own sandbox, and tools that a template does not show are
 noticed."""
 
+import contextlib
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from tandem.text import bounded_jinja
 from tandem.text.chat import ChatTemplate, apply_chat_template
-from tandem.types import UserError
+from tandem.types import EndlessTemplate, UserError
 
 ENDLESS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -30,6 +32,28 @@ TOO_LARGE = {
     "a text added to itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "a block of itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     "{% endfor %}",
+    "a wide number": "{{ '%99999999d' % 1 }}",
+    "a precise number": "{{ '%.99999999f' % 1.5 }}",
+    "a width that is given": "{{ '%*d' % (99999999, 1) }}",
+    "a text by its name, often": "{% set x = 'a' * 99999 %}{{ ('%(x)s' * 9999) % {'x': x} }}",
+    "a wide number of a filter": "{{ '%99999999d' | format(1) }}",
+    "a wide field": "{{ '{:99999999}'.format(1) }}",
+    "a field of a given width": "{{ '{:{}{}}'.format(1, 9999, 9999) }}",
+    "a field, often": "{% set x = 'a' * 99999 %}{{ ('{x}' * 9999).format_map({'x': x}) }}",
+    "a centred text": "{{ 'x'.center(99999999) }}",
+    "a centred text of a filter": "{{ 'x' | center(width=99999999) }}",
+    "a text at the left": "{{ 'x'.ljust(99999999) }}",
+    "bytes": "{{ (5).to_bytes(99999999, 'big') | length }}",
+    "tabs": "{{ ('\\t' * 99999).expandtabs(4000) }}",
+    "an indentation": "{{ 'x' | indent(99999999, true) }}",
+    "an indentation of lines": "{{ ('x\n' * 99999) | indent('a' * 9999) }}",
+    "a replaced letter": "{% set x = 'a' * 9999 %}{{ x.replace('a', x) }}",
+    "a replaced letter of a filter": "{% set x = 'a' * 9999 %}{{ x | replace('a', x) }}",
+    "letters by a table": "{% set x = 'a' * 9999 %}{{ x.translate({97: x}) }}",
+    "a long separator": "{% set x = 'a' * 9999 %}{{ x.join(x) }}",
+    "a long separator of a filter": "{% set x = 'a' * 9999 %}{{ x | join(x) }}",
+    "a text joined often": "{% set x = {'a': 'a' * 99999} %}{{ ([x] * 9999) | join(attribute='a') }}",
+    "wrapped words": "{% set x = 'a ' * 9999 %}{{ x | wordwrap(1, wrapstring=x) }}",
 }  # fmt: skip
 ENDS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.revindex }}{{ loop.previtem is defined }}{{ m.content }}{% endfor %}",
@@ -38,6 +62,10 @@ ENDS = [
     "{% for key, value in messages[0].items() %}{{ key ~ '=' ~ value }}{% endfor %}{{ messages[0].content + '!' }}{{ '=' * 7 }}{{ 2 ** 10 }}{{ 3 * 4.5 }}",
     "{{ messages | map(attribute='content') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
     "{% for a in [[1, [2]], 3] recursive %}{{ a if a is number else loop(a) }}{% endfor %}{{ 'x' | indent(4, true) }}{{ '%s-%d' | format('a', 3) }}",
+    "{{ '%5.2f|%-4s|%%' % (1.5, 'b') }}{{ '%(a)s' % {'a': 1} }}{{ '{:>6}{x[0]}'.format('a', x='bc') }}{{ '{a}'.format_map({'a': 1}) }}",
+    "{{ 7 % 4 }}{{ 'a'.center(5) }}{{ 'b' | center(5) }}{{ 'aab'.replace('a', 'cc', 1) }}{{ 'aab' | replace('a', 'cc') }}{{ 5 | replace(5, 6) }}",
+    "{{ ', '.join(['a', 'b']) }}{{ messages | join('; ', attribute='role') }}{{ {'a': 1} | join }}{{ range(3) | join('-') }}{{ 'a\nb' | indent(2) }}",
+    "{{ '\ta'.expandtabs(2) }}{{ 'aab'.translate({97: 'x'}) }}{{ 'a b c' | wordwrap(3) }}{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}",
 ]
 MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "你好"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -72,8 +100,14 @@ def test_a_template_without_end_is_refused_in_one_line_and_the_next_text_has_all
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_texts_and_numbers_that_grow_without_end_are_refused_before_they_are_made(name: str, write: Callable[[str], Path]) -> None:
     folder = write(TOO_LARGE[name])
-    with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes too large a value|makes a text of more than)"):
-        ChatTemplate.from_folder(folder).render(MESSAGES)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes too large a value|makes a text of more than)"):
+            ChatTemplate.from_folder(folder).render(MESSAGES)
+        # Reading a file takes 64 MiB, and a refused text has at least 100 MB; one that is doubled is made up to its bound.
+        assert tracemalloc.get_traced_memory()[1] < (2**28 if "itself" in name else 8e7)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("source", ENDS)
@@ -89,18 +123,45 @@ IGNORES = "{% for m in messages %}{{ m.content }}{% endfor %}"
 REFUSES_NONE = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + IGNORES
 
 
-def test_tools_that_a_template_does_not_show_are_noticed_until_it_has_shown_some(write: Callable[[str], Path]) -> None:
-    for source, ignores in {SHOWS: False, IGNORES: True, REFUSES_NONE: False}.items():
+OF_SYSTEM = "{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}" + IGNORES
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+OF_MANY = "{% if messages | length > 1 %}{{ tools | tojson }}{% endif %}x"
+OF_ONE = "{% if messages | length == 1 %}{{ tools | tojson }}{% endif %}x"
+REFUSES_ALL = "{{ raise_exception('these messages are not those of a game') }}"
+OF_VARIABLE = "{% if game %}{{ tools | tojson }}{% endif %}" + IGNORES
+
+
+@pytest.mark.parametrize(
+    ("source", "ignores"),
+    [
+        (SHOWS, False), (IGNORES, True), (REFUSES_NONE, False), (OF_SYSTEM, False), (WITHOUT_SYSTEM + IGNORES, True), (WITHOUT_SYSTEM + SHOWS, False),
+        (OF_MANY, False), (OF_ONE, False), (REFUSES_ALL, False),
+    ],
+)  # fmt: skip
+def test_a_template_is_judged_by_its_tools_whatever_was_rendered_before(source: str, ignores: bool, write: Callable[[str], Path]) -> None:
+    for before in ([], [MESSAGES[:1]], [MESSAGES], [MESSAGES, MESSAGES[:1]]):
         template = ChatTemplate.from_folder(write(source), with_tools=True)
-        text = template.render(MESSAGES, tools=TOOLS)
-        assert template.ignores_tools(text, MESSAGES, TOOLS) is ignores
-        assert not template.ignores_tools(text, MESSAGES, [])
-    last_alone = ChatTemplate.from_folder(write("{% if messages | length > 1 %}{{ tools | tojson }}{% endif %}x"), with_tools=True)
-    first = last_alone.render(MESSAGES[:1], tools=TOOLS)
-    assert last_alone.ignores_tools(first, MESSAGES[:1], TOOLS)
-    assert not last_alone.ignores_tools(last_alone.render(MESSAGES, tools=TOOLS), MESSAGES, TOOLS)
-    # A template that has shown tools knows where it does.
-    assert not last_alone.ignores_tools(first, MESSAGES[:1], TOOLS)
+        for messages in before:
+            with contextlib.suppress(UserError):
+                template.render(messages, tools=TOOLS)
+                template.check_tools(TOOLS)
+        assert template.ignores_tools(TOOLS) is ignores
+        assert template.ignores_tools(TOOLS) is ignores and not template.ignores_tools([])
+
+
+def test_other_tools_and_variables_are_judged_for_themselves_and_a_template_without_end_is_not_taken_for_one_that_reads_tools(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate.from_folder(write(OF_VARIABLE), with_tools=True)
+    for _ in range(2):
+        assert template.ignores_tools(TOOLS) and not template.ignores_tools(TOOLS, game=True)
+    of_two = ChatTemplate.from_folder(write("{% if tools and tools | length > 1 %}{{ tools | tojson }}{% endif %}x"), with_tools=True)
+    for _ in range(2):
+        assert of_two.ignores_tools(TOOLS) and not of_two.ignores_tools(TOOLS * 2)
+    monkeypatch.setattr(bounded_jinja, "MOST_SECONDS", 0.2)
+    endless = ChatTemplate.from_folder(write("{% if not tools %}" + ENDLESS["loops in loops"] + "{% endif %}x"), with_tools=True)
+    with pytest.raises(EndlessTemplate):
+        endless.ignores_tools(TOOLS)
 
 
 def test_a_template_of_its_own_for_tools_is_asked_and_not_the_other(tmp_path: Path) -> None:
@@ -108,7 +169,7 @@ def test_a_template_of_its_own_for_tools_is_asked_and_not_the_other(tmp_path: Pa
         named = [{"name": "default", "template": IGNORES + "."}, {"name": "tool_use", "template": of_tools}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
         template = ChatTemplate.from_folder(tmp_path, with_tools=True)
-        assert template.ignores_tools(template.render(MESSAGES, tools=TOOLS), MESSAGES, TOOLS) is ignores
+        assert template.ignores_tools(TOOLS) is ignores
 
 
 def test_a_text_in_python_warns_of_tools_that_the_model_does_not_see(write: Callable[[str], Path], recwarn: pytest.WarningsRecorder) -> None:

@@ -50,7 +50,7 @@ class ExampleEncoder:
             self._compiled[with_tools] = ChatTemplate.from_folder(self._folder, with_tools, marks=MARKS, knows_today=False)
         template = self._compiled[with_tools]
         whole = self._render(template, example, len(example.messages))
-        template.check_tools(whole, example.messages, example.tools, add_generation_prompt=False)
+        template.check_tools(example.tools)
         if example.answer_from is not None:
             whole = take_out_marks(whole)[0]
             return Rendered(whole, ((self._answer_start(template, example, example.answer_from, whole), len(whole)),))
