@@ -36,11 +36,10 @@ def observe_router_loss(network: Any) -> RouterLoss:
     coefficient = getattr(network, "router_aux_loss_coef", None)
     if FUNCTION not in names:
         return NO_LOSS
-    has_coefficient = isinstance(coefficient, int | float)
     unknown = NO_LOSS
     if getattr(network.config, "output_router_logits", False):
-        unknown = NO_LOSS._replace(asked=float(coefficient) if has_coefficient else 1.0)
-    if not isinstance(recorder, OutputRecorder) or not has_coefficient:
+        unknown = NO_LOSS._replace(asked=float(coefficient) if isinstance(coefficient, int | float) else 1.0)
+    if not isinstance(recorder, OutputRecorder) or not isinstance(coefficient, int | float):
         return unknown
     routers = {
         name: module for name, module in network.named_modules()
