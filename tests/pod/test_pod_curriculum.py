@@ -61,6 +61,7 @@ def check_draws(directory: Path, steps: int) -> set[float]:
     return {right[i] / judged[i] for i in judged}
 
 
+@pytest.mark.full
 def test_prompts_are_drawn_in_proportion_to_failures_and_replayed(tmp_path: Path) -> None:
     train(load_config(recipe(tmp_path), [f"--run.directory={tmp_path}", "--run.name=run", "--run.max_steps=4"]), inline=True, progress=False)
     assert len(check_draws(tmp_path / "run", 4)) > 1, "all prompts have the same success rate, so that this test says nothing"

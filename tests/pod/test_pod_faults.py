@@ -14,7 +14,7 @@ from tandem.runtime.records.journal import COMMITS
 
 REPRESENTATIVE = (
     "trainer_worker:after:train:3",
-    "rollout_shim:before:rollout:4",
+    pytest.param("rollout_shim:before:rollout:4", marks=pytest.mark.full),
     pytest.param("rollout_worker:after:update_weight:1", marks=pytest.mark.full),
 )
 DELICATE = (

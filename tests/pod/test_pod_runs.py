@@ -224,6 +224,7 @@ def test_second_command_on_a_running_directory_is_refused_with_one_line(undistur
     assert difference(run, undisturbed) == []
 
 
+@pytest.mark.full
 def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refused(
     undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet_root: None
 ) -> None:
