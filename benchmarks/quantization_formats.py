@@ -145,7 +145,9 @@ def engines(sequences: list[int], rounds: int) -> dict[str | None, Measured]:
     held = {kind: held_bytes(llm.engine.decoder) for kind, llm in llms.items()}
     plain = held[None] - rest - 4 * layers
     rates = {kind: {count: count * NEW / seconds[kind, count] for count in sequences} for kind in kinds}
-    return {kind: Measured(8 * (held[kind] - rest - plain) / layers, held[kind], rates[kind]) for kind in kinds}
+    # With the head the layers are those without.
+    bits = {kind: 8 * (held[kind and kind.removesuffix("+head")] - rest - plain) / layers for kind in kinds}
+    return {kind: Measured(bits[kind], held[kind], rates[kind]) for kind in kinds}
 
 
 def main() -> None:
