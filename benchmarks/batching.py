@@ -77,12 +77,13 @@ def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, fl
     taken = time.process_time() - began
     figures = engine.cumulative_stats()
     delays, whole = (sorted(at[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests)) for at in (first, last))
+    nearly_last = int(0.99 * (len(requests) - 1))
     return {
         "tokens_per_s": figures.drawn_tokens / taken,
         "first_token_s": statistics.median(delays),
-        "first_token_p99_s": delays[int(0.99 * (len(delays) - 1))],
+        "first_token_p99_s": delays[nearly_last],
         "latency_s": statistics.median(whole),
-        "latency_p99_s": whole[int(0.99 * (len(whole) - 1))],
+        "latency_p99_s": whole[nearly_last],
         "padding": figures.padding,
         "kv_waste": figures.kv_waste,
         "at_once": float(most),

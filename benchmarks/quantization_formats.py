@@ -88,7 +88,7 @@ def trained(folder: Path, steps: int) -> Path:
     return model
 
 
-def sequences(folder: Path, tokenizer: Tokenizer, count: int) -> list[torch.Tensor]:
+def token_sequences(folder: Path, tokenizer: Tokenizer, count: int) -> list[torch.Tensor]:
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
     first, last = sequences_of(texts, tokenizer, count, LENGTH)
     return [*first, *last][:count]
@@ -98,7 +98,7 @@ def qualities(folder: Path, steps: int) -> dict[str, float]:
     """The held-out perplexity of each format."""
     model = trained(folder, steps)
     tokenizer = Tokenizer.from_folder(model)
-    calibration, held_out = (sequences(folder / "text" / side, tokenizer, count) for side, count in (("train", SAMPLES), ("held_out", HELD_OUT)))
+    calibration, held_out = (token_sequences(folder / "text" / side, tokenizer, count) for side, count in (("train", SAMPLES), ("held_out", HELD_OUT)))
     measured: dict[str, float] = {}
     with TemporaryDirectory() as work:
         for kind in FORMATS:

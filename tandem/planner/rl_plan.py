@@ -45,12 +45,12 @@ def described_rl_step(
     if draft_acceptance is not None and not 0 <= draft_acceptance <= 1:
         raise UserError(f"--draft-acceptance is {draft_acceptance:g}; it must be from 0 to 1")
     run = None if measured is None else read_measured_run(measured, scored.shapes)
-    given = [("prompts", prompt_tokens), ("completions", response_tokens)]
+    from_run = [name for name, value in (("prompts", prompt_tokens), ("completions", response_tokens)) if value is None]
     if run is not None:
         prompt_tokens = prompt_tokens if prompt_tokens is not None else round(run.prompts.mean)
         response_tokens = response_tokens if response_tokens is not None else max(1, round(run.response_tokens))
         draft_acceptance = draft_acceptance if draft_acceptance is not None or config is None else run.draft_acceptance
-        _check_measured(recipe, scored.shapes, str(measured), [name for name, value in given if value is None], prompt_tokens, response_tokens)
+        _check_measured(recipe, scored.shapes, str(measured), from_run, prompt_tokens, response_tokens)
     prompts, outputs, assumed = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
     if shared_prefix is not None and not 0 <= shared_prefix <= prompts.mean:
         raise UserError(f"--shared-prefix is {shared_prefix}; it must be from 0 to {prompts.mean:,.0f}, the mean tokens of a prompt")
@@ -62,7 +62,7 @@ def described_rl_step(
     except UserError as error:
         return f"step of reinforcement learning: not predicted, {error}", {"refused": str(error)}
     figures = rl_json(plan) | {"measured": None if run is None else {"run": measured, "begun": run.begun, "draft_acceptance": run.draft_acceptance}}
-    return "\n".join([rl_text(plan), *([] if run is None else [_measured_line(str(measured), run, [name for name, value in given if value is None])])]), figures
+    return "\n".join([rl_text(plan), *([] if run is None else [_measured_line(str(measured), run, from_run)])]), figures
 
 
 def _measured_line(folder: str, run: MeasuredRun, lengths: Sequence[str]) -> str:

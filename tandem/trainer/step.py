@@ -79,6 +79,10 @@ class LossShare(NamedTuple):
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
+    def scaled(self, scale: float) -> Tensor:
+        """Returns the loss that a backward pass begins from (``GradScaler``)."""
+        return self.loss if scale == 1.0 else self.loss * scale
+
 
 Loss = Callable[[HeadOutputs, MicroBatch], LossShare]
 Progress = Callable[[int, int], None]
@@ -170,7 +174,7 @@ def no_pipelining(model: Decoder) -> ForwardBackward:
                     share = loss(predict(model, micro_batch, temperature), micro_batch)
                 on_phase("backward")
                 with tracer.span("backward", micro_batch=number):
-                    (share.loss if scale == 1.0 else share.loss * scale).backward()
+                    share.scaled(scale).backward()
                     if after_backward is not None:
                         after_backward()
                 yield share

@@ -1,5 +1,6 @@
 """Equal beginnings of sequences, which training computes once: gradients have the bits of a batch in which every token is computed."""
 
+import gc
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels import select
+from tandem.kernels.cpu import trained_layers
 from tandem.kernels.trained_layers import Beginnings
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
@@ -145,6 +147,16 @@ def test_gradients_of_a_layer_are_there_before_those_of_the_layer_below_it_are_c
         gradients(model, batch(), True)
     each = len(came) // 3
     assert sorted(came, reverse=True) == came and [at[place] for place in range(3)] == [0, each, 2 * each]
+
+
+def test_what_a_pass_keeps_is_freed_with_it_and_not_by_the_collector_of_cycles() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        gradients(model_of("cpu", FAMILIES["norms of heads"]), batch(), True)
+        assert not [made for made in gc.get_objects() if type(made).__module__ == trained_layers.__name__ and not isinstance(made, type)]
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_two_micro_batches_are_added_and_frozen_weights_have_none() -> None:

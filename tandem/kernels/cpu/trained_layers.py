@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense, indices
 from tandem.kernels.cpu.repeated_rows import RepeatedRows
-from tandem.kernels.cpu.repeated_sequences import WantedTokens, distinct_sequences, wanted_tokens
+from tandem.kernels.cpu.repeated_sequences import DistinctSequences, WantedTokens, distinct_sequences, wanted_tokens
 from tandem.kernels.trained_layers import Beginnings, TrainedLayer, TrainedNorm, TrainedProduct
 
 
@@ -92,7 +92,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         state: _Pass = ctx.state
         assert state.backward is not None and state.grad is not None
-        return None, state.backward.all_rows.all_of(state.grad)
+        return None, state.backward.sequences.all_rows.all_of(state.grad)
 
 
 class _Layer(torch.autograd.Function):
@@ -127,8 +127,9 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         state: _Pass = ctx.state
         *last, _ = ctx.saved_tensors
-        state.backward = _Backward(state, dense(grad))
-        state.grad, by_norm = state.backward.start(grad, _Normed(*last))
+        grad = dense(grad)
+        state.backward = _Backward(state.calls, state.attention, state.positions, distinct_sequences(state.beginnings, state.wanted, grad))
+        state.grad, by_norm = state.backward.start(state.norm, grad, _Normed(*last))
         return None, grad.new_zeros(()), by_norm
 
 
@@ -144,8 +145,8 @@ def _linear(state: _Pass, x: Tensor, product: TrainedProduct) -> Tensor:
     return state.calls.linear(x, product.weight, product.bias)
 
 
-def _positions(state: _Pass, layer: TrainedLayer) -> Tensor:
-    return state.positions if len(layer.cos_sin) > 1 else torch.zeros_like(state.positions)
+def _rotated_at(positions: Tensor, layer: TrainedLayer) -> Tensor:
+    return positions if len(layer.cos_sin) > 1 else torch.zeros_like(positions)
 
 
 def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor, *, is_last: bool) -> tuple[_Kept, Tensor, Tensor]:
@@ -164,61 +165,63 @@ def _forward(state: _Pass, layer: TrainedLayer, x: Tensor | None, total: Tensor,
 
 def _attend(state: _Pass, layer: TrainedLayer, qkv: Tensor) -> _Attended:
     rows, _, bounds, query_start = state.beginnings
-    q, k, v = state.attention.rope(qkv, _positions(state, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps)
+    q, k, v = state.attention.rope(qkv, _rotated_at(state.positions, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps)
     log_sum = q.new_empty(q.shape[:2])
     keys, values = k.index_select(0, rows), v.index_select(0, rows)
     out = state.attention.packed_attention(q, keys, values, bounds, layer.scale, layer.window, log_sum, query_start, layer.cap)
     return _Attended(qkv, q, k, v, out, log_sum)
 
 
+@dataclass(frozen=True, slots=True)
 class _Backward:
-    """The backward pass from ``grad[W, H]``, the gradient by the wanted tokens behind the last norm."""
+    """The backward pass of distinct ``sequences``, whose distinct tokens are at ``positions[U]``."""
 
-    def __init__(self, state: _Pass, grad: Tensor) -> None:
-        self._state, self._calls = state, state.calls
-        sequences = distinct_sequences(state.beginnings, state.wanted, grad)
-        self.all_rows, self._wanted_rows, self._bounds, self._places = sequences
+    calls: Calls
+    attention: AttentionCalls
+    positions: Tensor
+    sequences: DistinctSequences
 
-    def start(self, grad: Tensor, last: _Normed) -> tuple[Tensor, Tensor]:
-        """Returns the gradient by what is added in the last norm, and by its weight."""
-        return self._norm(self._state.norm, last, self._wanted_rows.one_of_each(grad), None, self._wanted_rows)
+    def start(self, norm: TrainedNorm, grad: Tensor, last: _Normed) -> tuple[Tensor, Tensor]:
+        """Takes ``grad[W, H]``, that by the wanted tokens behind the last ``norm``, to the gradient by what is added in it, and that by its weight."""
+        rows = self.sequences.wanted_rows
+        return self._norm(norm, last, rows.one_of_each(grad), None, rows)
 
     def through(self, layer: TrainedLayer, kept: _Kept, grad: Tensor, *, is_last: bool) -> tuple[Tensor, list[Tensor | None]]:
         """Takes the gradient by a layer's output and the residual stream, which is the same, to that by its inputs; and the gradients by its parameters."""
-        rows = self._wanted_rows if is_last else self.all_rows
+        all_rows, wanted_rows, _, places = self.sequences
+        rows = wanted_rows if is_last else all_rows
         by_gated, by_down = self._product(grad, layer.down, kept.gated, rows)
-        by_gate_up = self._calls.gate_mul_backward(kept.gate_up, by_gated, layer.activation, rows.saved_of_grad)
+        by_gate_up = self.calls.gate_mul_backward(kept.gate_up, by_gated, layer.activation, rows.saved_of_grad)
         by_normed, by_matrix = self._product(by_gate_up, layer.gate_up, kept.behind.out, rows)
         grad, by_mlp_norm = self._norm(layer.mlp_norm, kept.behind, by_normed, grad, rows)
         by_mixed, by_output = self._product(grad, layer.output, kept.mixed, rows)
-        if is_last and self._places is not None:
-            by_mixed, grad = self._placed(by_mixed), self._placed(grad)
+        if is_last and places is not None:
+            by_mixed, grad = self._placed(by_mixed, places), self._placed(grad, places)
         by_qkv, by_heads = self._attention(layer, kept.attended, by_mixed)
-        by_normed, by_projection = self._product(by_qkv, layer.qkv, kept.before.out, self.all_rows)
-        grad, by_input_norm = self._norm(layer.input_norm, kept.before, by_normed, grad, self.all_rows)
+        by_normed, by_projection = self._product(by_qkv, layer.qkv, kept.before.out, all_rows)
+        grad, by_input_norm = self._norm(layer.input_norm, kept.before, by_normed, grad, all_rows)
         return grad, [by_input_norm, *by_projection, *by_heads, *by_output, by_mlp_norm, *by_matrix, *by_down]
 
-    def _placed(self, grad: Tensor) -> Tensor:
+    def _placed(self, grad: Tensor, places: Tensor) -> Tensor:
         """Returns gradients of wanted tokens among those of all, added to 0 as the gradient of ``index_select`` is."""
-        assert self._places is not None
-        return grad.new_zeros(int(self._bounds[-1]), grad.shape[1]).index_add_(0, self._places, grad)
+        return grad.new_zeros(int(self.sequences.bounds[-1]), grad.shape[1]).index_add_(0, places, grad)
 
     def _norm(self, norm: TrainedNorm, kept: _Normed, grad: Tensor, grad_total: Tensor | None, rows: RepeatedRows) -> tuple[Tensor, Tensor]:
-        return self._calls.rms_norm_backward(kept.total, norm.weight, grad, grad_total, norm.centred, kept.rstd, rows)
+        return self.calls.rms_norm_backward(kept.total, norm.weight, grad, grad_total, norm.centred, kept.rstd, rows)
 
     def _product(self, grad: Tensor, product: TrainedProduct, x: Tensor, rows: RepeatedRows) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the gradient by a product's input, and those by its weight and bias."""
         weight, bias = product
-        by_weight = self._calls.repeated_grad_weight(grad, x, rows) if weight.requires_grad else None
-        by_bias = self._calls.linear_grad_bias(rows.all_of(grad)) if bias is not None and bias.requires_grad else None
-        return self._calls.linear_grad_x(grad, weight), [by_weight, by_bias]
+        by_weight = self.calls.repeated_grad_weight(grad, x, rows) if weight.requires_grad else None
+        by_bias = self.calls.linear_grad_bias(rows.all_of(grad)) if bias is not None and bias.requires_grad else None
+        return self.calls.linear_grad_x(grad, weight), [by_weight, by_bias]
 
     def _attention(self, layer: TrainedLayer, kept: _Attended, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the gradient by queries, keys and values before their norms, and those by the norms' weights."""
-        state, (qkv, *saved), of_grad = self._state, kept, self.all_rows.saved_of_grad
-        q, k, v, out, log_sum = (x.index_select(0, of_grad) for x in saved)
-        grads = state.attention.packed_attention_backward(grad, (q, k, v, out, log_sum), self._bounds, layer.scale, layer.window, None, layer.cap)
-        by_qkv, by_norms = state.attention.rope_backward(
-            qkv, _positions(state, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps, grads, self.all_rows
+        (qkv, *saved), rows = kept, self.sequences.all_rows
+        q, k, v, out, log_sum = (x.index_select(0, rows.saved_of_grad) for x in saved)
+        grads = self.attention.packed_attention_backward(grad, (q, k, v, out, log_sum), self.sequences.bounds, layer.scale, layer.window, None, layer.cap)
+        by_qkv, by_norms = self.attention.rope_backward(
+            qkv, _rotated_at(self.positions, layer), layer.cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.norm_eps, grads, rows
         )
         return by_qkv, [None if norm is None else by_norm for norm, by_norm in zip((layer.q_norm, layer.k_norm), by_norms, strict=True)]

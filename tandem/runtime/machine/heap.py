@@ -41,7 +41,7 @@ def freed_memory_kept(gives_back: bool = True) -> Iterator[None]:
 
 
 def small_steps_keep_memory() -> None:
-    """Makes this process keep up to 64 MiB of freed memory from here on, the most that glibc comes to keep by itself where tensors are large: by those of a
+    """Makes this process keep up to 64 MiB of freed memory from here on, the most that glibc keeps by itself where tensors are large: by those of a
     small model it keeps less than a training step frees, and page faults on new pages were measured as 5 % of its time. Does nothing without glibc."""
     mallopt = _mallopt()
     if mallopt is not None:

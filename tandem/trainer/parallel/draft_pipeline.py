@@ -45,7 +45,7 @@ class DraftPipeline:
         def trained(share: LossShare) -> None:
             on_phase("backward")
             with tracer.span("backward"):
-                (share.loss if scale == 1.0 else share.loss * scale).backward()  # type: ignore[no-untyped-call]
+                share.scaled(scale).backward()  # type: ignore[no-untyped-call]
                 if after_backward is not None:
                     after_backward()
 

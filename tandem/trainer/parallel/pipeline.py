@@ -86,7 +86,7 @@ class Pipeline:
         def at_last(hidden: Tensor, micro_batch: MicroBatch, rows: Tensor) -> Tensor:
             share = loss(self.model.head_outputs(hidden, rows, micro_batch.targets, temperature, len(micro_batch.tokens)), micro_batch)
             shares.append(share._replace(loss=share.loss.detach()))
-            return share.loss if scale == 1.0 else share.loss * scale
+            return share.scaled(scale)
 
         operations = schedule(self.order, self.shape(len(micro_batches)))
         done = _Pass(self, micro_batches, at_last, on_progress, tracer, True, after_backward, on_phase)
