@@ -22,7 +22,6 @@ there must be named with --without, and the report names it.
 import argparse
 import dataclasses
 import datetime
-import inspect
 import json
 import os
 import sys
@@ -37,8 +36,6 @@ from engine_parts import FIRST, Sides, Workload
 from engine_report import REPORTS
 from machine import SideFailed, machine, peer_python, write_ratios, write_report
 from options import parser
-
-from tandem.engine.llm import LLM
 
 SECTIONS = {
     "throughput": ("3.7M", "84M", "0.5B"), "start": ("0.5B",), "llama": ("84M", "0.5B"), "prefix": ("84M",), "first": ("3.7M", "84M"),
@@ -85,8 +82,6 @@ def sides_of(chosen: argparse.Namespace) -> Sides:
     pythons = {name: peer_python(given[name], *PEERS[name]) for name in used}
     ours: dict[str, dict[str, Any]] = {"tandem": {}}
     if chosen.quantization:
-        if "quantization" not in inspect.signature(LLM.__init__).parameters:
-            sys.exit("--quantization: this version's LLM takes no quantization; leave it out")
         ours |= {f"tandem {name}": {"quantization": name} for name in chosen.quantization}
     return Sides(chosen.work, pythons, {"enforce_eager": not chosen.vllm_compile}, ours)
 
