@@ -176,6 +176,7 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
 
 
+@pytest.mark.full
 def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(data: Path, tmp_path: Path) -> None:
     # Enough steps for both signals to arrive before the last one on a busy machine.
     steps, target, whole = 40, tmp_path / "uploads", tmp_path / "undisturbed"
@@ -252,6 +253,7 @@ def files_of(run: Path) -> list[Path]:
     return [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock" and path.suffix != ".log" and "journal" not in path.name]
 
 
+@pytest.mark.full
 def test_finished_run_with_more_steps_is_the_run_that_had_them_from_the_start(data: Path, tmp_path: Path) -> None:
     sections = recipe(data, trainer={"schedule": "constant"}, evaluation={"every_steps": 4})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))

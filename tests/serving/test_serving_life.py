@@ -220,6 +220,7 @@ def test_the_listening_process_has_no_torch(shared: Server) -> None:
     assert "libtorch" not in loaded[0] and "libtorch" in loaded[1]
 
 
+@pytest.mark.full
 def test_a_tensor_parallel_engine_answers_as_one_rank_does(model: Path, tmp_path: Path, llm: LLM) -> None:
     (expected,) = llm.generate("the quick", SamplingParams(max_tokens=12, seed=1, logprobs=0))
     with server(model, tmp_path, "--tensor-parallel-size", "2") as running:
