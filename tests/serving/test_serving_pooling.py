@@ -139,6 +139,7 @@ def test_a_reward_model_classifies_and_reranks(model: Path, tmp_path: Path) -> N
         assert "max_tokens_per_doc" not in json.dumps(posted(running, "/rerank", query="who", documents=TEXTS, max_tokens_per_doc=2))
 
 
+@pytest.mark.full
 def test_pairs_whose_template_computes_for_long_do_not_delay_other_requests(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "pairs.jinja"
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
