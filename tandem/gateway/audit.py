@@ -12,9 +12,9 @@ from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.serving.log_lines import QUIET, USAGE, Usage
+from tandem.serving.log_lines import QUIET, USAGE, NotedSend, Usage
 from tandem.types import UserError
 
 AUDIT = "tandem.audit"
@@ -92,18 +92,11 @@ class AuditLog:
         if scope["path"] in QUIET or self._current() is None:
             await self._app(scope, receive, send)
             return
-        began, at, status = time.monotonic(), datetime.datetime.now(datetime.UTC), 499
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        began, at, answer = time.monotonic(), datetime.datetime.now(datetime.UTC), NotedSend(send)
         usage, entry = scope.setdefault(USAGE, Usage()), Entry()
         scope[AUDIT] = entry
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, answer)
         finally:
             file = self._current()
             if file is not None:
@@ -111,7 +104,7 @@ class AuditLog:
                     "time": _time(at), "request_id": entry.request_id, "client": scope["client"][0] if scope.get("client") else None,
                     "tenant": entry.tenant, "key": entry.key, "method": scope["method"], "path": scope["path"][:_LONGEST],
                     "model": entry.model and entry.model[:_LONGEST],
-                    "stream": entry.stream, "status": status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
+                    "stream": entry.stream, "status": answer.status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
                     "seconds": round(time.monotonic() - began, 3), **({} if entry.body is None else {"body": entry.body}),
                     **entry.administration,
                 })  # fmt: skip

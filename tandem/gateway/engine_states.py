@@ -11,6 +11,7 @@ import aiohttp
 from tandem.gateway.backend import Backend, EngineState
 from tandem.gateway.bounded_body import read_bounded
 from tandem.gateway.routing.prefix_index import PrefixIndex
+from tandem.runtime.process.tasks import end_tasks
 
 _MOST_BYTES = 2**24
 _SKIPPED = 60
@@ -46,9 +47,7 @@ class EngineStates:
                     tasks.pop(backend).cancel()
                 await asyncio.sleep(self._interval_s)
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await end_tasks(tasks.values())
 
     async def _repeat(self, backend: Backend) -> None:
         read = _Events()

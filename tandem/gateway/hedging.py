@@ -15,6 +15,7 @@ from tandem.gateway.backend import Backend
 from tandem.gateway.exchange import Exchange
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.retry_budget import RetryBudget
+from tandem.runtime.process.tasks import end_tasks
 
 _SHARE = 0.95
 _KEPT, _FEWEST = 200, 20
@@ -110,9 +111,7 @@ class Race:
 
     async def end(self) -> None:
         """Cancels the attempts that still run, and waits until they have ended."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await end_tasks(self._running)
 
     async def finish(self) -> None:
         """Sends the end of the answer. After it the client may leave, which ends the caller's task: it has nothing left to do then."""

@@ -12,6 +12,7 @@ import aiohttp
 from tandem.config.gateway import ProbeConfig
 from tandem.gateway.backend import Backend, Health
 from tandem.gateway.bounded_body import read_bounded
+from tandem.runtime.process.tasks import end_tasks
 
 _PATHS = ("/readiness", "/health", "/v1/models")
 _MODELS_EVERY = 5
@@ -51,9 +52,7 @@ class Probes:
             self._tasks.pop(backend).cancel()
 
     async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(self._tasks.values())
 
     async def _repeat(self, backend: Backend, first_s: float) -> None:
         await asyncio.sleep(first_s)

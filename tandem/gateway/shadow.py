@@ -10,6 +10,7 @@ from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.upstream import Upstream
+from tandem.runtime.process.tasks import end_tasks
 
 _MOST = 256
 """Copies in flight; more are left out, as are those for backends without room: a shadow waits in no queue."""
@@ -35,9 +36,7 @@ class Shadows:
 
     async def close(self) -> None:
         """Ends all copies."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def _send(self, copy: InferenceRequest, backend: Backend) -> None:
         if not backend.breaker.allows():

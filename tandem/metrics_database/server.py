@@ -2,12 +2,12 @@
 
 import json
 import socket
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tandem.metrics_database.answers import Answers
+from tandem.runtime.exposition.http_server import serving_in_thread
 from tandem.types import RunError, UserError
 
 _API = "/api/v1/"
@@ -23,13 +23,7 @@ class ApiServer:
         self._server.daemon_threads, self._server.block_on_close = True, False
         self._server.socket.close()
         self._server.socket = listener
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="metrics-api", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.close = serving_in_thread(self._server, "metrics-api")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -18,7 +19,7 @@ from tandem.layout.placement import mesh_of, ranks_of_pods
 from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.joined_trainers import JoinedTrainers
 from tandem.pod.joining import FOLDER_PROOF, Joining
-from tandem.pod.leadership import Fence
+from tandem.pod.leadership import Fence, led_revision
 from tandem.pod.member_watch import MemberWatch
 from tandem.pod.own_ranks import OwnRanks
 from tandem.pod.pod_threads import rank_threads
@@ -45,15 +46,10 @@ def data_trainer(
     (folder / FOLDER_PROOF).write_text(proof, encoding="ascii")
     credential = read_credential(Path(pods.credential_file))
     write_credential(folder / "credential", credential)
-
-    def leadership() -> int:
-        guard = fence()
-        assert guard is not None, "pods join through etcd, where a controller leads"
-        return guard.revision
-
     joining = Joining(
         yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True), credential, 1,
-        pods.max_count - pods.count, pods.count, leadership, float("inf"), pods.heartbeat_timeout_s, str(directory.absolute()), proof, tls=tls_of(pods),
+        pods.max_count - pods.count, pods.count, partial(led_revision, fence), float("inf"),
+        pods.heartbeat_timeout_s, str(directory.absolute()), proof, tls=tls_of(pods),
         keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=cluster_nodes(recipe, directory), target=own.settings.target,
     )  # fmt: skip
     joined = JoinedTrainers(count - 1, 1, joining, lambda: open_store(address), pods.join_timeout_s, on_poll)

@@ -36,6 +36,13 @@ Fence = Callable[[], Guard | None]
 """Returns the guard of what the run publishes, ``None`` for a store without one. Raises ``RunError`` if another controller leads."""
 
 
+def led_revision(fence: Fence) -> int:
+    """Returns the revision by which pods that join know the controller that leads. Raises ``RunError`` if another one does."""
+    guard = fence()
+    assert guard is not None, "pods join through etcd, where a controller leads"
+    return guard.revision
+
+
 def check_coordination(config: CoordinationConfig, name: str) -> None:
     """Raises ``UserError`` or ``RunError`` where etcd does not answer, does not let the user in, or another controller leads the run ``name``."""
     if config.store == "embedded":

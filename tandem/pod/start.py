@@ -3,6 +3,7 @@
 import secrets
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,7 @@ from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
 from tandem.pod.joined_trainers import JoinedTrainers
 from tandem.pod.joining import FOLDER_PROOF, Joining
-from tandem.pod.leadership import Fence
+from tandem.pod.leadership import Fence, led_revision
 from tandem.pod.nodes import Nodes
 from tandem.pod.pod_forks import pod_forks
 from tandem.pod.pod_threads import pod_threads, rank_threads
@@ -151,14 +152,9 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
     answer = LearnedDeadline(recipe.watchdog.deadline_factor, max(recipe.watchdog.min_deadline_s, longest_episode_s(recipe)), deadline_s + 10)
     joining = None
     if pods.may_join:
-
-        def leadership() -> int:
-            guard = fence()
-            assert guard is not None, "pods join through etcd, where a controller leads"
-            return guard.revision
-
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
-        joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
+        joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, partial(led_revision, fence),
+                          deadline_s, pods.heartbeat_timeout_s,
                           functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None,
                           tls=tls_of(pods), keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=cluster_nodes(recipe, directory))  # fmt: skip
         WAITS.stacks_elsewhere = joining.stacks

@@ -50,6 +50,18 @@ class Usage:
         }
 
 
+class NotedSend:
+    """Sends an answer, and notes its ``status``: 499 where the client left before one was sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status = send, 499
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
 class LogLines:
     """Writes lines to standard error in a thread, so that a reader who stops does not stop the server; lines that he leaves no room for are counted."""
 
@@ -104,21 +116,14 @@ class RequestLog:
         if scope["type"] != "http" or scope["path"] in QUIET:
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 499
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        usage = scope[USAGE] = Usage()
+        began, answer, usage = time.monotonic(), NotedSend(send), Usage()
+        scope[USAGE] = usage
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, answer)
         finally:
             tokens = f", {usage.prompt} prompt and {usage.completion} generated tokens" if usage.prompt else ""
             client = scope["client"][0] if scope.get("client") else "-"
-            self._lines.add(f'{client} "{scope["method"]} {_printable(scope)}" {status}{tokens}, {time.monotonic() - began:.3f} s')
+            self._lines.add(f'{client} "{scope["method"]} {_printable(scope)}" {answer.status}{tokens}, {time.monotonic() - began:.3f} s')
 
 
 async def log_stats(metrics: "Metrics", lines: LogLines, period_s: float = STATS_S) -> None:

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -21,6 +21,8 @@ from tandem.text.chat import ChatTemplate
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.messages import plain_calls, plain_text
 from tandem.types import EndlessTemplate, UserError
+
+T = TypeVar("T")
 
 _MAX_GRAMMAR_BYTES = 2**17
 """The most bytes of ``structured_outputs`` as JSON: the engine compiles a grammar between two steps."""
@@ -148,16 +150,9 @@ class PromptReader:
                 # Some templates, such as DeepSeek's, write the arguments of earlier calls as the text that they are given.
                 return rendered([_with_text_arguments(message) for message in plain])
 
-        def at_once() -> str | None:
-            with contextlib.suppress(EndlessTemplate), template.within(_INLINE_SECONDS):
-                return render()
-            return None
-
         is_long = len(plain) > _MANY_MESSAGES or sum(len(message["content"] or "") for message in plain) > INLINE_CHARACTERS
         try:
-            text = None if is_long else at_once()
-            if text is None:
-                text = await asyncio.to_thread(render)
+            text = await rendered_beside(template, render, is_long)
             return cut_at_mark(text) if chat.continues_last else text
         except UserError as error:
             raise invalid(str(error), "messages") from None
@@ -169,6 +164,15 @@ class PromptReader:
     async def chat_tokens(self, text: str) -> list[int]:
         """Returns the token ids of the ``text`` of a conversation. Raises ``ApiError``."""
         return await self.encode(text, add_special_tokens=False, param="messages")
+
+
+async def rendered_beside(template: ChatTemplate, render: Callable[[], T], is_long: bool) -> T:
+    """Returns what ``render`` makes with ``template``: on the event loop what is soon made, in a thread what takes longer or ``is_long``. Raises
+    ``UserError``."""
+    if not is_long:
+        with contextlib.suppress(EndlessTemplate), template.within(_INLINE_SECONDS):
+            return render()
+    return await asyncio.to_thread(render)
 
 
 def _plain(message: ChatMessage, number: int) -> dict[str, Any]:

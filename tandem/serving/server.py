@@ -18,6 +18,7 @@ from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
+from tandem.runtime.process.tasks import end_tasks
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
@@ -118,10 +119,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             return 1
         return life.result()
     finally:
-        tasks = [task for task in (life, hurry, stats, refresh) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(task for task in (life, hurry, stats, refresh) if task is not None)
         server.should_exit = True
         server.force_exit = stop_now.is_set()
         await state.kv_transfers.stop()

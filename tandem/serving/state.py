@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.pooling.pairs import pair_template
 from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
@@ -56,6 +57,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     _limits: list[Limits] = field(default_factory=list)
     _templates: dict[bool, ChatTemplate] = field(default_factory=dict)
+    _pair_templates: list[ChatTemplate | None] = field(default_factory=list)
     _special: frozenset[str] | None = None
 
     @property
@@ -118,3 +120,10 @@ class ServerState:
                 raise invalid(str(error), "messages") from None
             self._templates[with_tools] = found
         return self._templates[with_tools]
+
+    def pair_template(self) -> ChatTemplate | None:
+        """Returns the template of the pairs of texts that the model scores, ``None`` where it has none. Raises ``UserError`` for one that is broken."""
+        assert self.pooling is not None, "asked for a model that scores pairs"
+        if not self._pair_templates:
+            self._pair_templates.append(pair_template(self.pooling, self.settings.tokenizer_folder, self.settings.chat_template))
+        return self._pair_templates[0]

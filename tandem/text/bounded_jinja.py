@@ -1,76 +1,82 @@
-"""The environment of chat templates: jinja2's sandbox, in which a template that loops without end is refused.
+"""The environment of chat templates: jinja2's sandbox, in which a template that computes or grows without end is refused.
 
-A template is text of the model's folder, and jinja2 lets it compute for ever: loops in loops, macros that call themselves twice, powers of powers. Each pass
-through a loop, each call and each filter is counted here, and every few of them the processor time of the thread that renders is read. Strings and numbers are
-bounded where operators, methods and filters make them. One operation between two counts is not interrupted."""
+A template is text of the model's folder, and jinja2 lets it compute for ever: loops in loops, macros that call themselves twice, powers of powers, lists that
+hold the last list twice. Each pass through a loop, each call, operator and filter is counted here, and every few of them the time and memory of the rendering
+are checked (``rendering_limits``). Operators, methods and filters are asked first how large their result becomes (``template_sizes``), and so is what is
+written, compared or hashed. One operation between two counts is not interrupted."""
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
-from tandem.text.template_sizes import MOST_CHARACTERS, is_too_large, is_too_large_join, is_too_large_result, is_wide
-from tandem.types import EndlessTemplate
+from tandem.text.rendering_limits import RenderingLimits, chained, counted
+from tandem.text.template_sizes import (
+    MOST_CHARACTERS,
+    MOST_ITEMS,
+    is_large_format,
+    is_large_value,
+    is_too_large,
+    is_too_large_join,
+    is_too_large_result,
+    is_wide,
+)
+from tandem.types import UserError
 
-MOST_SECONDS = 10.0
-"""Of processor time, for one text: some hundred times what long conversations with many tools take."""
-_EVERY = 16
-_ITEMS, _JOINED = " items", " joined"
+_ITEMS, _JOINED, _MEASURED, _MADE = " items", " joined", " measured", " made"
 """Names of filters that no template can write."""
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+_COMPARING = frozenset({"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge", ">=", "in", "lower", "upper"})
+"""Tests that compare or write what they are given, ..."""
+_HASHING = frozenset({"filter", "test"})
+"""... or look it up."""
+_COLLECTING = frozenset({"fromkeys", "union", "intersection", "difference", "symmetric_difference", "issubset", "issuperset", "isdisjoint"})
+"""Methods that hash each item: items of one hash take the square of their number."""
 
 
-class _Spent(threading.local):
-    """The counts of a thread's rendering: ``until``, when it has to end (``None``: nothing is rendered), after ``seconds``."""
-
-    until: float | None = None
-    seconds = 0.0
-    count = 0
-
-
-class _Counted:
-    """``items``, of which each is counted. It has a length where they have one: templates ask for that of a loop."""
-
-    def __init__(self, items: Iterable[Any], count: Callable[[], None]) -> None:
-        self._items, self._count = items, count
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            self._count()
-            yield item
-
-
-class _SizedCounted(_Counted):
-    def __len__(self) -> int:
-        assert isinstance(self._items, Sized)
-        return len(self._items)
-
-
-def bounded_environment(extensions: list[Any]) -> Any:
-    """Returns an environment of jinja2 with the settings of transformers, whose ``bounded()`` is the context in which a template of it is rendered. Raises
-    ``ImportError`` without jinja2."""
-    from jinja2 import nodes, pass_eval_context
-    from jinja2.exceptions import SecurityError
-    from jinja2.filters import make_attrgetter, sync_do_join
+def bounded_environment(extensions: list[Any], filters: Mapping[str, Callable[..., Any]]) -> Any:
+    """Returns an environment of jinja2 with the settings of transformers and further ``filters``, whose ``bounded()`` is the context in which a template of it
+    is rendered. Raises ``ImportError`` without jinja2."""
+    from jinja2 import nodes, pass_environment, pass_eval_context
+    from jinja2.filters import make_attrgetter, sync_do_join, sync_do_unique
+    from jinja2.runtime import LoopContext, Macro
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+    from jinja2.visitor import NodeTransformer
+
+    limits = RenderingLimits()
 
     def too_large(name: str) -> Exception:
-        return SecurityError(f"'{name}' in it makes too large a value")
+        return UserError(f"'{name}' in it makes too large a value")
 
     def check(name: str, text: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        is_large = is_too_large("%", text, named or tuple(given)) if name == "format" else is_too_large_result(name, text, given, named)
-        if is_large:
+        is_large = is_large_format(text, named or tuple(given)) if name == "format" and isinstance(text, str) else False
+        if is_large or is_too_large_result(name, text, given, named):
             raise too_large(name)
+
+    def measured(value: Any) -> Any:
+        if type(value) not in _PLAIN and is_large_value(value):
+            raise UserError("lists in lists make too large a value in it")
+        return value
+
+    @pass_eval_context
+    def written(_: Any, value: Any) -> Any:
+        # It has the context of a rendering, so that jinja2 writes nothing before one.
+        limits.count()
+        return measured(value)
 
     class Measured(SandboxedFormatter):
         """A formatter that is asked first, and refuses what becomes too large."""
 
         made = 0
 
+        def convert_field(self, value: Any, conversion: Any) -> Any:
+            return super().convert_field(measured(value), conversion)
+
         def format_field(self, value: Any, format_spec: str) -> Any:
+            limits.count()
             if is_wide(format_spec):
                 raise too_large("format")
-            text = super().format_field(value, format_spec)
+            text = super().format_field(measured(value), format_spec)
             self.made += len(text)
             if self.made > MOST_CHARACTERS:
                 raise too_large("format")
@@ -83,97 +89,152 @@ def bounded_environment(extensions: list[Any]) -> Any:
             raise too_large("join")
         return sync_do_join(eval_context, every, d)
 
+    def total(iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+        if isinstance(start, str | bytes):
+            raise TypeError("'sum' adds no texts; 'join' does")
+        result = start
+        for item in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+            limits.count()
+            if is_too_large("+", result, item):
+                raise too_large("sum")
+            result = limits.made(result + item)
+        return result
+
+    @pass_environment
+    def unique(env: Any, value: Iterable[Any], *given: Any, **named: Any) -> Any:
+        return sync_do_unique(env, counted(value, limits.count), *given, **named)
+
+    def through(name: str, node: Any) -> Any:
+        return node if _is_constant(node, nodes) else nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+    class Through(NodeTransformer):
+        """Leads what operators of jinja2 do by themselves through filters."""
+
+        def visit_For(self, node: Any) -> Any:  # noqa: N802 - as in jinja2
+            node = self.generic_visit(node)
+            node.iter = nodes.Filter(node.iter, _ITEMS, [], [], None, None, lineno=node.lineno)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:  # noqa: N802
+            node = self.generic_visit(node)
+            return nodes.Filter(nodes.List(node.nodes, lineno=node.lineno), _JOINED, [], [], None, None, lineno=node.lineno)
+
+        def visit_Compare(self, node: Any) -> Any:  # noqa: N802
+            node = self.generic_visit(node)
+            for side in (node, *node.ops):
+                side.expr = through(_MEASURED, side.expr)
+            return node
+
+        def visit_Pair(self, node: Any) -> Any:  # noqa: N802
+            node = self.generic_visit(node)
+            node.key = through(_MEASURED, node.key)
+            return node
+
+        def visit_Getitem(self, node: Any) -> Any:  # noqa: N802
+            node = self.generic_visit(node)
+            return through(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
+
     class Bounded(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "+", "%"})
+        intercepted_binops = frozenset({"*", "**", "+", "-", "%", "//", "/"})
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self._spent = _Spent()
-            self.filters["join"] = join
+            self.filters |= {"join": join, "sum": total, "unique": unique, **filters}
             # Latin of any length, at random, in one call.
             self.globals.pop("lipsum", None)
-            self.filters = {name: _with_count(name, function, self._count, check) for name, function in self.filters.items()}
+            self.filters = {name: _bounded_filter(name, function, limits, check) for name, function in self.filters.items()}
+            for name in _COMPARING | _HASHING:
+                self.tests[name] = _measured_test(cast("Callable[..., Any]", self.tests[name]), written)
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            tree = super()._parse(source, name, filename)
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, _ITEMS, [], [], None, None, lineno=loop.lineno)
-            for joined in list(tree.find_all(nodes.Concat)):
-                joined.nodes = [nodes.Filter(nodes.List(joined.nodes, lineno=joined.lineno), _JOINED, [], [], None, None, lineno=joined.lineno)]
+            tree: nodes.Template = Through().visit(super()._parse(source, name, filename))
             return tree
 
-        def bounded(self, seconds: float | None = None) -> "_Rendering":
-            return _Rendering(self._spent, MOST_SECONDS if seconds is None else seconds)
+        def bounded(self, seconds: float | None = None) -> Any:
+            return limits.within(seconds)
 
-        def _count(self) -> None:
-            spent = self._spent
-            spent.count += 1
-            if spent.count % _EVERY == 0 and spent.until is not None and time.thread_time() > spent.until:
-                raise EndlessTemplate(f"it takes more than {spent.seconds:g} seconds of processor time, as one that loops without end")
-
-        def items(self, items: Any) -> Any:
-            return (_SizedCounted if isinstance(items, Sized) else _Counted)(items, self._count)
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            limits.count()
+            return super().getitem(obj, measured(argument))
 
         def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:  # noqa: N805 - as in jinja2: the names of a template's arguments
-            __self._count()
+            limits.count()
+            if isinstance(__obj, Macro | LoopContext):
+                return super().call(__context, __obj, *given, **named)
+            for value in (*given, *named.values()):
+                measured(value)
             # The sandbox wraps the methods that format.
             method = getattr(__obj, "__wrapped__", __obj)
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             if isinstance(owner, str | bytes) and name == "join" and given:
-                given = (list(given[0]), *given[1:])
+                given = (given[0] if isinstance(given[0], str | bytes) else list(given[0]), *given[1:])
                 if is_too_large_join(owner, given[0]):
                     raise too_large(name)
-            elif isinstance(owner, str) and name == "format":
-                Measured(__self).vformat(owner, given, named)
-            elif isinstance(owner, str) and name == "format_map" and given:
-                Measured(__self).vformat(owner, (), given[0])
-            elif isinstance(owner, str | bytes | int):
+            elif isinstance(owner, str) and name in ("format", "format_map"):
+                if len(owner) > MOST_ITEMS:
+                    raise too_large(name)
+                values = given[0] if name == "format_map" and given else named
+                Measured(__self).vformat(owner, given if name == "format" else (), values)
+            elif isinstance(owner, str | bytes | int) or owner is int:
                 check(name, owner, given, named)
-            return super().call(__context, __obj, *given, **named)
+            elif isinstance(owner, list | tuple) and name in ("index", "count"):
+                measured(owner)
+            elif name in _COLLECTING or __obj is dict or __obj is __self.globals["namespace"]:
+                given = tuple(counted(value, limits.count) if _is_plain_iterable(value) else value for value in given)
+            return limits.made(super().call(__context, __obj, *given, **named))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            self._count()
+            limits.count()
             if is_too_large(operator, left, right):
                 raise too_large(operator)
-            return super().call_binop(context, operator, left, right)
+            return limits.made(super().call_binop(context, operator, left, right))
 
         def concat(self, parts: Iterable[str]) -> str:
-            every = list(parts)
-            if sum(map(len, every)) > MOST_CHARACTERS:
-                raise SecurityError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
-            return "".join(every)
+            every, size = [], 0
+            for part in parts:
+                size += len(part)
+                if size > MOST_CHARACTERS:
+                    raise UserError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
+                every.append(part)
+            text = "".join(every)
+            limits.made(text)
+            return text
 
-    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters[_ITEMS] = environment.items
-    environment.filters[_JOINED] = lambda parts: environment.concat(map(str, parts))
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=written)
+    environment.filters[_ITEMS] = lambda items: counted(items, limits.count)
+    environment.filters[_JOINED] = lambda parts: environment.concat(str(measured(part)) for part in parts)
+    environment.filters[_MEASURED] = measured
+    environment.filters[_MADE] = limits.made
     return environment
 
 
-def _with_count(name: str, function: Callable[..., Any], count: Callable[[], None], check: Callable[..., None]) -> Callable[..., Any]:
+def _bounded_filter(name: str, function: Callable[..., Any], limits: RenderingLimits, check: Callable[..., None]) -> Callable[..., Any]:
     has_context = hasattr(function, "jinja_pass_arg")
 
     @wraps(function)
-    def counted(*given: Any, **named: Any) -> Any:
-        count()
+    def bounded(*given: Any, **named: Any) -> Any:
+        limits.count()
         text, *arguments = given[1:] if has_context else given
         check(name, text, arguments, named)
-        return function(*given, **named)
+        made = function(*given, **named)
+        return chained(made, text, limits.count) if isinstance(made, GeneratorType) else limits.made(made)
 
-    return counted
+    return bounded
 
 
-class _Rendering:
-    """The context in which texts are rendered in this thread, within ``seconds`` or what is left of those of a context around it."""
+def _measured_test(function: Callable[..., Any], written: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def measured(*given: Any) -> Any:
+        for value in given:
+            written(None, value)
+        return function(*given)
 
-    def __init__(self, spent: _Spent, seconds: float) -> None:
-        self._spent, self._seconds = spent, seconds
+    return measured
 
-    def __enter__(self) -> None:
-        spent = self._spent
-        self._around = spent.until, spent.seconds
-        until = time.thread_time() + self._seconds
-        if spent.until is None or until < spent.until:
-            spent.until, spent.seconds = until, self._seconds
 
-    def __exit__(self, *_: object) -> None:
-        self._spent.until, self._spent.seconds = self._around
+def _is_plain_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
+
+
+def _is_constant(node: Any, nodes: Any) -> bool:
+    return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Tuple) and all(isinstance(item, nodes.Const) for item in node.items))

@@ -19,6 +19,12 @@ TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _USER = {"role": "user", "content": "Hello."}
 _PROBES = ([{"role": "system", "content": "You help."}, _USER], [_USER])
 """Conversations by which it is told whether a template shows tools: some show them in the system's message alone, others refuse one."""
+_MOST_SOURCE = 2**18
+"""Characters of a template: the longest of known models have some 30,000."""
+_MOST_SAID = 1000
+"""Characters of the message with which a template refuses a conversation."""
+_MOST_LAYOUT = 256
+"""Characters of the layout of a date."""
 _MOST_JUDGED = 256
 """Sets of tools of which a template keeps whether it shows them."""
 
@@ -127,21 +133,28 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
     try:
         import jinja2
 
-        environment = bounded_environment(["jinja2.ext.loopcontrols", generation_extension(marks)])
+        environment = bounded_environment(["jinja2.ext.loopcontrols", generation_extension(marks)], {"tojson": _to_json})
     except ImportError:
         raise UserError("chat templates need jinja2, which is not installed; pip install 'tandem-rl[chat]'") from None
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def strftime_now(layout: str) -> str:
+        if len(layout) > _MOST_LAYOUT:
+            refuse(f"the layout of a date has {len(layout):,} characters in it")
+        return datetime.now().strftime(layout)
+
     settings = tokenizer_settings(folder)
     if source is None:
         source = template_source(folder, with_tools)
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     if knows_today:
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+        environment.globals["strftime_now"] = strftime_now
     tokens = {name: _content(settings[name]) for name in TOKEN_NAMES if settings.get(name) is not None}
+    if len(source) > _MOST_SOURCE:
+        size = f"{len(source):,} characters; at most {_MOST_SOURCE:,} are read"
+        raise UserError(f"the chat template of '{folder}' has {size}: save the tokenizer again, or shorten it")
     try:
         template = environment.from_string(source)
         has_generation = environment.parse(source).find(jinja2.nodes.ExtensionAttribute) is not None
@@ -180,13 +193,16 @@ def template_source(folder: Path, with_tools: bool = False) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return line if len(line) <= _MOST_SAID else f"{line[:_MOST_SAID]}..."
 
 
 def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    # With the arguments of transformers; jinja2's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

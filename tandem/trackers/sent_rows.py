@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.runtime.records.metrics import row_digest
+from tandem.storage.folder_manifest import replace_file
 
 
 class SentRows:
@@ -38,6 +39,4 @@ class SentRows:
     def cut(self, count: int) -> None:
         """Keeps the first ``count``."""
         del self._digests[count:]
-        fresh = self._path.with_name(f"{self._path.name}.tmp")
-        fresh.write_text("".join(f"{digest}\n" for digest in self._digests), "ascii")
-        fresh.replace(self._path)
+        replace_file(self._path, "".join(f"{digest}\n" for digest in self._digests))

@@ -3,6 +3,8 @@
 import uuid
 from pathlib import Path
 
+from tandem.storage.folder_manifest import replace_file
+
 
 def service_run(directory: Path, service: str) -> str:
     """Returns the identifier of the run in ``directory`` at ``service``, new where it has none."""
@@ -16,9 +18,7 @@ def keep_service_run(directory: Path, service: str, identifier: str) -> None:
     """Records the identifier that ``service`` gave to the run."""
     path = _path(directory, service)
     path.parent.mkdir(exist_ok=True)
-    fresh = path.with_name(f"{path.name}.tmp")
-    fresh.write_text(f"{identifier}\n", "ascii")
-    fresh.replace(path)
+    replace_file(path, f"{identifier}\n")
 
 
 def known_service_run(directory: Path, service: str) -> str | None:

@@ -1,5 +1,6 @@
 """Episodes of black-box agents: what was sampled is read again by its ids, an agent that rewrites its history forks, and faults mask their sample alone."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -23,6 +24,7 @@ from tandem.jobs.checks.check_answers import check_agent_columns
 from tandem.jobs.checks.check_counts import check_workers
 from tandem.model.create_model import create_model
 from tandem.rl.agents.agent_pool import AgentPool
+from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.agents.conversations import Conversations
 from tandem.rl.agents.in_flight import Agents, InFlightAgents
 from tandem.rl.agents.session import Session, SessionEnded, TooLong
@@ -97,6 +99,21 @@ def noise(known, draw, count=12):
     """Returns any ids in any order: encoding their text again would give others."""
     size, ends = known.tokenizer.vocab_size, known.turns.ends
     return [token for token in (draw.randrange(size) for _ in range(count)) if token not in ends]
+
+
+@pytest.mark.parametrize(("template", "shows"), [("silent", False), ("chatml", True)])
+def test_tools_of_an_agent_that_the_template_does_not_show_are_told_of_before_the_run_and_refused_before_a_token_is_sampled(template, shows, tmp_path):
+    known = conversations(tmp_path, template)
+    messages, refused = [{"role": "user", "content": "question"}], r"writes the same text with the tool and without, so that the model does not see them; put a"
+    for ask in (session_of(known).ask, session_of(known).count):
+        ask(messages, [])
+        with contextlib.nullcontext() if shows else pytest.raises(UserError, match=refused):
+            ask(messages, TOOLS)
+    (tmp_path / "agents.py").write_text("def agent(prompt):\n    return 1.0\n")
+    _, warnings = check_agent(AgentConfig(function=f"{tmp_path / 'agents.py'}:agent"), tmp_path)
+    assert all(warning.startswith("warning: the chat template of '") for warning in warnings)
+    said = "writes the same text with the tool and without, so that the model does not see them; a request of the agent that has tools is refused"
+    assert [warning.partition("' ")[2] for warning in warnings] == ([] if shows else [said])
 
 
 @pytest.mark.parametrize("template", FAMILIES)

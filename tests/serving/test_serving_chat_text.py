@@ -11,7 +11,7 @@ import pytest
 from tandem.serving.errors import ApiError
 from tandem.serving.prompts import Conversation, PromptReader
 from tandem.serving.protocol import ChatMessage
-from tandem.text import bounded_jinja
+from tandem.text import rendering_limits
 from tandem.text.chat import ChatTemplate
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -36,7 +36,7 @@ def reader() -> tuple[PromptReader, Any]:
 
 @pytest.mark.parametrize("messages", [[QUESTION], WITH_CALLS], ids=["a question", "earlier calls"])
 def test_a_template_without_end_is_rendered_once_while_the_event_loop_answers(messages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_jinja, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(rendering_limits, "MOST_SECONDS", 1.0)
     template = template_of(tmp_path, ENDLESS)
     gaps = []
 

@@ -5,6 +5,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_a_reward_model_classifies_and_reranks(model: Path, tmp_path: Path) -> N
         assert "scores texts and embeds none" in refused(running, "/v1/embeddings", input="a")
         assert "scores texts and generates none" in refused(running, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
         assert "max_tokens_per_doc" not in json.dumps(posted(running, "/rerank", query="who", documents=TEXTS, max_tokens_per_doc=2))
+
+
+@pytest.mark.full
+def test_pairs_whose_template_computes_for_long_do_not_delay_other_requests(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "pairs.jinja"
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template.write_text("{% if messages[0].content == 'slow' %}" + endless + "{% endif %}{{ messages[0].content }}{{ messages[1].content }}")
+    with server(reward_model(model, tmp_path / "m"), tmp_path, "--chat-template", str(template)) as running, ThreadPoolExecutor(1) as thread:
+        wanted = posted(running, "/score", text_1="who", text_2=TEXTS)["data"]
+        slow = thread.submit(refused, running, "/rerank", query="slow", documents=TEXTS)
+        for _ in range(5):
+            assert posted(running, "/score", text_1="who", text_2=TEXTS)["data"] == wanted
+        assert not slow.done()
+        assert "it takes more than 10 seconds of processor time, as one that loops without end" in slow.result()
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.text import bounded_jinja
+from tandem.text import rendering_limits
 from tandem.text.chat import ChatTemplate, apply_chat_template
 from tandem.types import EndlessTemplate, UserError
 
@@ -23,6 +23,7 @@ ENDLESS = {
     "a call block": "{% macro m() %}{{ caller() }}{% endmacro %}{% for a in range(99999) %}{% for b in range(99999) %}{% call m() %}{% endcall %}"
     "{% endfor %}{% endfor %}",
 }  # fmt: skip
+NESTED = "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 TOO_LARGE = {
     "a power of powers": "{{ 9 ** (9 ** 9) }}",
     "a product": "{% set ns = namespace(x=2) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
@@ -30,6 +31,14 @@ TOO_LARGE = {
     "a repeated list": "{{ 10 ** 9 * [1, 2] }}",
     "a text joined to itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "a text added to itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a list added to itself": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a list of a list, written": NESTED + "{{ ns.x }}",
+    "a list of a list as JSON": NESTED + "{{ ns.x | tojson }}",
+    "a list of a list, compared": NESTED + "{{ ns.x == [ns.x, 1] }}",
+    "a list of a list in a refusal": NESTED + "{{ raise_exception(ns.x) }}",
+    "a sum of lists": "{{ ([[1] * 9999] * 9999) | sum(start=[]) }}",
+    "a rounded number": "{{ 5 | round(-99999999) }}",
+    "a text as a list": "{{ ('你' * 2**22) | list }}",
     "a block of itself": "{% set ns = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     "{% endfor %}",
     "a wide number": "{{ '%99999999d' % 1 }}",
@@ -65,6 +74,9 @@ ENDS = [
     "{{ '%5.2f|%-4s|%%' % (1.5, 'b') }}{{ '%(a)s' % {'a': 1} }}{{ '{:>6}{x[0]}'.format('a', x='bc') }}{{ '{a}'.format_map({'a': 1}) }}",
     "{{ 7 % 4 }}{{ 'a'.center(5) }}{{ 'b' | center(5) }}{{ 'aab'.replace('a', 'cc', 1) }}{{ 'aab' | replace('a', 'cc') }}{{ 5 | replace(5, 6) }}",
     "{{ ', '.join(['a', 'b']) }}{{ messages | join('; ', attribute='role') }}{{ {'a': 1} | join }}{{ range(3) | join('-') }}{{ 'a\nb' | indent(2) }}",
+    "{{ [1, 2] + [3] }}{{ [[1], [2]] | sum(start=[]) }}{{ [1.5, 2] | sum }}{{ {(1, 2): 3}[(1, 2)] }}",
+    "{{ [[1, 2], [3]] == [[1, 2], [3]] }}{{ messages[1:] | length }}{{ 'abc'[::-1] }}{{ ['a', 'B', 'A'] | unique | list }}{{ 7.25 | round(1) }}",
+    "{% set ns = namespace(x=[]) %}{% for m in messages %}{% set ns.x = ns.x + [m.role] %}{% endfor %}{{ ns.x }}{{ ns }}{{ 'a b'.split() }}{{ messages }}",
     "{{ '\ta'.expandtabs(2) }}{{ 'aab'.translate({97: 'x'}) }}{{ 'a b c' | wordwrap(3) }}{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}",
 ]
 MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "你好"}]
@@ -87,7 +99,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def test_a_template_without_end_is_refused_in_one_line_and_the_next_text_has_all_of_the_time(
     name: str, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_jinja, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(rendering_limits, "MOST_SECONDS", 0.2)
     template = ChatTemplate.from_folder(write(ENDLESS[name]))
     for _ in range(2):
         began = time.thread_time()
@@ -102,12 +114,19 @@ def test_texts_and_numbers_that_grow_without_end_are_refused_before_they_are_mad
     folder = write(TOO_LARGE[name])
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes too large a value|makes a text of more than)"):
+        with pytest.raises(UserError, match=r"the chat template of '.*' refuses these messages: .*(makes? too large a value|makes a text of more than)"):
             ChatTemplate.from_folder(folder).render(MESSAGES)
         # Reading a file takes 64 MiB, and a refused text has at least 100 MB; one that is doubled is made up to its bound.
         assert tracemalloc.get_traced_memory()[1] < (2**28 if "itself" in name else 8e7)
     finally:
         tracemalloc.stop()
+
+
+def test_a_template_longer_than_those_of_models_is_refused_unread_and_a_long_refusal_is_cut(write: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match=r"has 300,000 characters; at most 262,144 are read: save the tokenizer again, or shorten it$"):
+        ChatTemplate.from_folder(write("a" * 300_000))
+    with pytest.raises(UserError, match=r"refuses these messages: a{1000}\.\.\.$"):
+        ChatTemplate.from_folder(write("{{ raise_exception('a' * 2**20) }}")).render(MESSAGES)
 
 
 @pytest.mark.parametrize("source", ENDS)
@@ -158,7 +177,7 @@ def test_other_tools_and_variables_are_judged_for_themselves_and_a_template_with
     of_two = ChatTemplate.from_folder(write("{% if tools and tools | length > 1 %}{{ tools | tojson }}{% endif %}x"), with_tools=True)
     for _ in range(2):
         assert of_two.ignores_tools(TOOLS) and not of_two.ignores_tools(TOOLS * 2)
-    monkeypatch.setattr(bounded_jinja, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(rendering_limits, "MOST_SECONDS", 0.2)
     endless = ChatTemplate.from_folder(write("{% if not tools %}" + ENDLESS["loops in loops"] + "{% endif %}x"), with_tools=True)
     with pytest.raises(EndlessTemplate):
         endless.ignores_tools(TOOLS)

@@ -10,6 +10,7 @@ import aiohttp
 from tandem.gateway.servers.group import Group
 from tandem.gateway.servers.update import RollingUpdate, UpdateState
 from tandem.gateway.servers.versions import find_version, stage_of, with_own_weights
+from tandem.runtime.process.tasks import end_tasks
 from tandem.types import UserError
 
 
@@ -53,9 +54,7 @@ class Updates:
 
     async def stop(self) -> None:
         """Ends the updates where they are."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(self._tasks.values())
 
     def _runs(self, model: str) -> bool:
         task = self._tasks.get(model)

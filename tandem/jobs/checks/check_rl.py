@@ -132,9 +132,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.rollout.multi_turn is not None:
             # One worker shows whether the tools load.
             EpisodeTools.open(replace(recipe.rollout.multi_turn, tool_workers=1), recipe.task.tools, folder).pool.close()
-        agent, of_agent = recipe.rollout.agent, list[str]()
+        agent, of_agent, warnings = recipe.rollout.agent, list[str](), list[str]()
         if agent is not None:
-            of_agent = check_agent(agent, folder)
+            of_agent, warnings = check_agent(agent, folder)
         check_answers(source, recipe.rewards)
         check_episodes(source, recipe.rollout.agent is not None)
         prompts = source.for_step(0)
@@ -159,7 +159,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     offloaded += planned.chosen.disk
     disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, beside=models.saved_beside, follows=recipe.reference.follows)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
-    warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
+    warnings += warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(
         planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), tokens_of_prompts, tuple(_trainer_pods(recipe)),
         kept_by_joined(recipe, shapes),

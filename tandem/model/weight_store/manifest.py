@@ -1,11 +1,11 @@
 """The cached files of a model folder: one JSON file, replaced atomically whenever more bytes are safely stored."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tandem.model.weight_store.objects import RemoteFile
+from tandem.storage.folder_manifest import replace_file
 
 NAME = "manifest.json"
 
@@ -46,12 +46,7 @@ class Manifest:
 
     def write(self, entry: Path) -> None:
         """Replaces the manifest in the folder ``entry`` atomically."""
-        fresh = entry / f".{NAME}.tmp"
-        with fresh.open("w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(entry / NAME)
+        replace_file(entry / NAME, json.dumps(asdict(self), indent=1))
 
 
 def read_manifest(entry: Path) -> Manifest | None:

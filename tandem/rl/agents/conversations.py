@@ -33,7 +33,8 @@ class Conversations:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], earlier: Sequence[ModelCall]) -> tuple[list[int], ModelCall | None]:
         """Returns the token ids that the model reads for ``messages``, and which of the ``earlier`` calls they continue: the longest one whose messages and
-        answer they begin with. Raises ``UserError`` for messages that the chat template refuses."""
+        answer they begin with. Raises ``UserError`` for messages that the chat template refuses, and for ``tools`` that it does not show."""
+        self.templates[bool(tools)].check_tools(tools)
         same = [call for call in earlier if not call.is_text and call.tools == tools and _begins_with(messages, [*call.messages, call.answer])]
         for parent in sorted(same, key=lambda call: (-len(call.messages), list(call.token_ids))):
             try:

@@ -13,25 +13,32 @@ MOST_CLIENTS = 16
 """Connections at once; further ones are closed."""
 
 
+def serving_in_thread(server: ThreadingHTTPServer, name: str) -> Callable[[], None]:
+    """Serves in a thread ``name``; returns what ends that and closes the listener. It does not wait for clients."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name=name, daemon=True)
+    thread.start()
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close
+
+
 class MetricsServer:
     """Answers ``GET /metrics`` on ``listener`` with ``text()`` of ``content_type``, in threads of its own, until ``close``."""
 
     def __init__(self, listener: socket.socket, text: Callable[[], bytes], content_type: str) -> None:
         handler = type("Handler", (_Handler,), {"text": staticmethod(text), "content_type": content_type})
         self._server = _Server(listener, handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="metrics", daemon=True)
-        self._thread.start()
+        self.close = serving_in_thread(self._server, "metrics")
+        """Stops answering and closes the listener. Does not wait for clients."""
 
     @property
     def address(self) -> tuple[Any, ...]:
         """The address of the listener, as ``getsockname`` gives it."""
         return self._server.socket.getsockname()  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Stops answering and closes the listener. Does not wait for clients."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class _Server(ThreadingHTTPServer):

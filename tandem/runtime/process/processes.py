@@ -173,10 +173,12 @@ def describe_exit(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Resident bytes. ``rss_bytes``: all pages; ``shm_bytes``: those of shared memory among them, which other processes may hold too."""
+    """Resident bytes. ``rss_bytes``: all pages; ``shm_bytes``: those of shared memory among them, which other processes may hold too; ``anonymous_bytes``:
+    those of the process alone."""
 
     rss_bytes: int = 0
     shm_bytes: int = 0
+    anonymous_bytes: int = 0
 
 
 def peak_memory_of(pid: int) -> int:
@@ -202,17 +204,18 @@ def memory_of(pid: int) -> ProcessMemory:
                 kilobytes[name] = int(rest.split()[0])
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"process {pid} has ended") from None
-    return ProcessMemory(1024 * sum(kilobytes.values()), 1024 * kilobytes["RssShmem"])
+    return ProcessMemory(1024 * sum(kilobytes.values()), 1024 * kilobytes["RssShmem"], 1024 * kilobytes["RssAnon"])
 
 
 def memory_of_tree(pid: int) -> ProcessMemory:
     """Returns the memory of a process and of all that it started, together; zeros if it has ended."""
-    rss_bytes = shm_bytes = 0
+    rss_bytes = shm_bytes = anonymous_bytes = 0
     for each in process_tree(pid):
         with contextlib.suppress(ProcessLookupError):
             memory = memory_of(each)
             rss_bytes, shm_bytes = rss_bytes + memory.rss_bytes, shm_bytes + memory.shm_bytes
-    return ProcessMemory(rss_bytes, shm_bytes)
+            anonymous_bytes += memory.anonymous_bytes
+    return ProcessMemory(rss_bytes, shm_bytes, anonymous_bytes)
 
 
 def process_tree(pid: int) -> Iterator[int]:

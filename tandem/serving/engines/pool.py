@@ -11,6 +11,7 @@ from typing import Any
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import kill
+from tandem.runtime.process.tasks import end_tasks
 from tandem.runtime.rpc.traced import receive_spans
 from tandem.runtime.traces.context import current
 from tandem.serving.engines.block_events import CLIENT_REQUEST_ID, ServedBlockEvents
@@ -68,9 +69,7 @@ class Pool:
         try:
             instances = await asyncio.gather(*loads)
         except BaseException:
-            for load in loads:
-                load.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+            await end_tasks(loads)
             raise
         for slot, instance in zip(self.slots, instances, strict=True):
             slot.instance = instance
@@ -79,9 +78,7 @@ class Pool:
 
     async def stop(self) -> None:
         """End every engine. In-flight requests get an error."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         for stream in self.streams:
             stream.fail(unavailable("the server was stopped"))
         await asyncio.gather(*(slot.instance.stop() for slot in self.slots if slot.instance is not None))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from tandem.engine.pooling.outputs import PooledData
-from tandem.engine.pooling.pairs import check_one_label, cosine_similarity, pair_template, pair_text, paired
+from tandem.engine.pooling.pairs import check_one_label, cosine_similarity, pair_text, paired
 from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import invalid, unavailable
@@ -30,10 +30,11 @@ from tandem.serving.pooling_protocol import (
     TextFields,
     TextOrTexts,
 )
-from tandem.serving.prompts import Conversation
+from tandem.serving.prompts import Conversation, rendered_beside
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import answers, while_connected
 from tandem.serving.state import ServerState
+from tandem.serving.text_encoder import INLINE_CHARACTERS
 from tandem.serving.weight_versions import WeightVersions
 from tandem.types import UserError
 
@@ -208,10 +209,16 @@ async def _of_pairs(call: Call, body: PairFields, first: list[str], second: list
             pooled = await _computed(call, prompts, {**params, "task": "embed"})
             vectors = [result.rows()[0] for result in pooled.results]
             return pooled, [cosine_similarity(a, b) for a, b in paired(vectors[: len(first)], vectors[len(first) :], names)]
-        template = pair_template(pooling, state.settings.tokenizer_folder, state.settings.chat_template)
+        template = state.pair_template()
         instruction = {} if body.instruction is None else {"instruction": body.instruction}
         variables: Mapping[str, Any] = {**state.settings.chat_template_kwargs, **instruction, **(body.chat_template_kwargs or {})}
-        texts = [pair_text(query, document, template, variables) for query, document in paired(first, second, names)]
+        rows = paired(first, second, names)
+
+        def render() -> list[str]:
+            return [pair_text(query, document, template, variables) for query, document in rows]
+
+        is_long = sum(len(query) + len(document) for query, document in rows) > INLINE_CHARACTERS
+        texts = render() if template is None else await rendered_beside(template, render, is_long)
     except UserError as error:
         raise invalid(str(error), names[0]) from None
     pooled = await _computed(call, [await _encoded(call, text, template is None, names[1]) for text in texts], {**params, "task": "classify"})

@@ -2,9 +2,8 @@
 
 import torch
 
-from tandem.trainer.checkpoint.codes import Part
 from tandem.trainer.checkpoint.format.shard import Shard
-from tandem.trainer.checkpoint.model_state import WEIGHTS, named_shards, parts_of, run_shards
+from tandem.trainer.checkpoint.model_state import WEIGHTS, named_shards, parts_of_replica, run_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.parallel.replica import FrozenReplica
 from tandem.types import UserError
@@ -14,10 +13,7 @@ class FrozenState:
     """The shards of ``replica``. Every rank makes one for the lifetime of the replica and calls ``load`` together."""
 
     def __init__(self, replica: FrozenReplica) -> None:
-        self.replica = replica
-        with replica.addresses():
-            # Sharded parameters have no memory outside this context.
-            self._parts: list[Part] = parts_of(replica.model)
+        self.replica, self._parts = replica, parts_of_replica(replica)
 
     def shards(self) -> list[Shard]:
         """Returns the weights that this rank holds, as live views."""

@@ -20,6 +20,7 @@ from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.optimizers.adamw import MOMENTS, Optimizer, OptimizerState
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.types import UserError
 
 WEIGHTS = "weights"
@@ -38,6 +39,13 @@ def parts_of(decoder: Decoder) -> list[Part]:
         offsets = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
         parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], offsets))
     return parts
+
+
+def parts_of_replica(replica: Replica | FrozenReplica) -> list[Part]:
+    """Returns ``parts_of`` the replica's decoder, also where its parameters are sharded."""
+    with replica.addresses():
+        # Sharded parameters have no memory outside this context.
+        return parts_of(replica.model)
 
 
 def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:

@@ -14,7 +14,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import adapter_of, checked_tensors, to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.format.shard import Key, Shard
-from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
+from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of_replica, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.parallel.placement import is_tied_copy
@@ -41,10 +41,7 @@ class ReplicaState:
     replica and calls ``load`` together."""
 
     def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        with replica.addresses():
-            # Sharded parameters have no memory outside this context.
-            self._parts: list[Part] = parts_of(replica.model)
+        self.replica, self._parts = replica, parts_of_replica(replica)
 
     def shards(self) -> list[Shard]:
         """Returns weights and moments as live views."""

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.storage.folder_manifest import replace_file
 from tandem.trainer.checkpoint.format.commit import MARKER, discard, sweep
 from tandem.types import RunError
 
@@ -42,11 +43,8 @@ class KeptFiles:
             return Owner()
 
     def set_owner(self, owner: Owner) -> None:
-        if self.folder is None:
-            return
-        fresh = self.folder / f".{OWNER}.tmp"
-        fresh.write_text(json.dumps({"of": owner.of, "incarnation": owner.incarnation}), encoding="utf-8")
-        fresh.replace(self.folder / OWNER)
+        if self.folder is not None:
+            replace_file(self.folder / OWNER, json.dumps({"of": owner.of, "incarnation": owner.incarnation}))
 
     def earlier(self) -> dict[int, dict[str, File]]:
         """Returns the files of the whole checkpoints that are there, and removes the others."""
