@@ -94,7 +94,7 @@ def main() -> None:
     before, after = CpuKernels(Library(options.before)), CpuKernels(Library(built_library("g++", default_directory())))
     print(f"{machine()}\n\n| what | before, ms best / median | after | before / after |\n| --- | --- | --- | --- |", flush=True)
     calls = {f"attention, {case.name}": attention(case) for case in CASES}
-    calls |= {f"products in {kind}, {rows} rows": products(kind, rows) for kind in ("int4", "int8") for rows in (1, 2, 4)}
+    calls |= {f"products in {kind}, {rows} rows": products(kind, rows) for kind in ("int4", "int8") for rows in (1, 2, 4, 8)}
     with torch.inference_mode():
         for name, call in calls.items():
             print(f"| {' | '.join([name, *compared(call, before, after, options.rounds)])} |", flush=True)

@@ -93,6 +93,24 @@ def test_a_weight_only_product_is_that_of_the_decoded_weight(kernels: Kernels, k
     assert torch.equal(kernels.unpack_quantized(kernels.pack_quantized(weight)), plain_weight(weight))
 
 
+@pytest.mark.parametrize(
+    ("scale", "zeros"), [(2.0**-110, "whole"), (2.0**-146, "whole"), (2.0**90, "whole"), (0.01, "large"), (0.01, "fractional"), (-0.01, "none")]
+)
+def test_an_int4_product_has_the_bits_of_the_decoded_weight_whatever_its_scales_and_zeros(kernels: Kernels, scale: float, zeros: str) -> None:
+    rows, columns, groups = 99, 600, 19
+    scales, codes = (1 + torch.rand(rows, groups)) * scale, torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    whole = torch.randint(0, 17, (rows, groups)).float()
+    of_name = {"whole": whole, "large": whole * 50 - 300, "fractional": whole + 0.375, "none": None}
+    # Half of the channels have such scales in their first group alone.
+    scales[: rows // 2, 1:] = (1 + torch.rand(rows // 2, groups - 1)) / 50
+    weight = QuantizedWeight("int4", codes, scales, of_name[zeros], 32)
+    x = torch.randn(9, columns) / (1e-20 if scale < 1e-20 else 1.0)
+    plain, packed = plain_weight(weight), kernels.pack_quantized(weight)
+    for count in range(1, len(x) + 1):
+        got = kernels.linear_packed(x[:count], packed, None)
+        assert torch.equal(got, kernels.linear(x[:count], plain, None)) and bool((got != 0).all())
+
+
 def test_the_numbers_of_nf4_are_the_quantiles_of_the_published_construction() -> None:
     """QLoRA (Dettmers et al., 2023), section 3 and ``create_normal_map``: quantiles of N(0, 1), eight above 0 and seven below, scaled to [-1, 1]."""
     above = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])

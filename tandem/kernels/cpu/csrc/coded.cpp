@@ -11,6 +11,7 @@
 #include "calls.h"
 #include "codes.h"
 #include "gemm.h"
+#include "int4_bytes.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -19,6 +20,9 @@ namespace {
 // `k` rows of one group: (code - zero) scale, the zero and the scale where there are any.
 template <int KIND, bool HAS_ZEROS>
 void decode_rows(const uint8_t* from, const uint8_t* scales, const float* zeros, int64_t k, int64_t width, float* to) {
+#if HAS_INT4_BYTES
+  if (KIND == INT4 && width == PANEL) return decode_int4(from, reinterpret_cast<const float*>(scales), zeros, k, to);
+#endif
   constexpr bool HAS_SCALES = has_scales(KIND);
   constexpr int64_t BYTES = bytes_a_row(KIND);
   const int vectors = static_cast<int>(width / LANES);
@@ -47,12 +51,21 @@ constexpr Decode DECODE[KINDS][2] = {{decode_rows<INT4, false>, decode_rows<INT4
                                  {decode_rows<NF4, false>, decode_rows<NF4, false>},
                                  {decode_rows<MXFP4, false>, decode_rows<MXFP4, false>}};
 
+// Rows of a tile, the vectors of a panel that they multiply at once, as many sums as the registers hold, and the most rows of a kind for which the decoded
+// numbers are not written down.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6;      // as many sums as the registers hold
-constexpr int64_t FEW_ROWS = 6;  // more are quicker with the decoded numbers written down
+constexpr int TILE_ROWS = 6;
+constexpr int wide_of(int) { return PANEL / LANES; }
+constexpr int64_t few_rows(int) { return TILE_ROWS; }
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 4;
+constexpr int wide_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+// Codes of two bytes are cheap to decode, and much to read again for each part of a panel.
+constexpr int64_t few_rows(int kind) { return bytes_a_row(kind) > PANEL ? 2 : TILE_ROWS; }
 #else
 constexpr int TILE_ROWS = 1;
-constexpr int64_t FEW_ROWS = 1;
+constexpr int wide_of(int) { return PANEL / LANES; }
+constexpr int64_t few_rows(int) { return TILE_ROWS; }
 #endif
 
 struct Few {
@@ -63,45 +76,67 @@ struct Few {
   float* out;
 };
 
+// The chains of multiply-adds of ROWS rows over columns k0 .. end of a panel's vectors FIRST .. FIRST + WIDE.
+template <int KIND, bool HAS_ZEROS, int FIRST, int WIDE, int ROWS>
+INLINE void chains(const Few& t, int64_t k0, int64_t end, float (&sums)[ROWS][PANEL]) {
+  constexpr bool HAS_SCALES = has_scales(KIND);
+  constexpr int64_t BYTES = bytes_a_row(KIND);
+  const uint8_t* from = t.packed + k0 * BYTES;
+  V acc[ROWS][WIDE], scale[WIDE], zero_of[WIDE];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; ++v) acc[r][v] = zero();
+  for (int64_t i = k0; i < end;) {
+    const int64_t group = i / t.group, stop = std::min(end, (group + 1) * t.group);
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; ++v) {
+      if (HAS_SCALES) scale[v] = scales_at<KIND>(t.scales + group * PANEL * bytes_a_scale(KIND), FIRST + v);
+      zero_of[v] = HAS_ZEROS ? load(t.zeros + group * PANEL + (FIRST + v) * LANES) : zero();
+      if (KIND == INT4) zero_of[v] = add(zero_of[v], set1(SHIFT));  // exact, as the difference is: zeros are small whole numbers
+    }
+    for (; i < stop; ++i, from += BYTES) {
+      V codes[PANEL / LANES];
+#if !HAS_INT4_BYTES
+      if constexpr (KIND == INT4) shifted_nibbles(from, codes);
+#endif
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDE; ++v) {
+        V value = KIND == INT4 ? codes[FIRST + v] : codes_at<KIND>(from, FIRST + v);
+        if (HAS_ZEROS || KIND == INT4) value = sub(value, zero_of[v]);
+        if (HAS_SCALES) value = mul(value, scale[v]);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(set1(t.x[r * t.k + i]), value, acc[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; ++v) store(sums[r] + (FIRST + v) * LANES, acc[r][v]);
+}
+
+template <int KIND, bool HAS_ZEROS, int ROWS, int... PARTS>
+INLINE void all_chains(const Few& t, int64_t k0, int64_t end, float (&sums)[ROWS][PANEL], std::integer_sequence<int, PARTS...>) {
+  (chains<KIND, HAS_ZEROS, PARTS * wide_of(ROWS), wide_of(ROWS)>(t, k0, end, sums), ...);
+}
+
 // ROWS rows and one panel, each number used as it is decoded: the same chains of multiply-adds as a plain product's.
 template <int KIND, bool HAS_ZEROS, int ROWS>
 void multiply_few(const Few& t) {
-  constexpr bool HAS_SCALES = has_scales(KIND);
-  constexpr int VECTORS = PANEL / LANES;
-  constexpr int64_t BYTES = bytes_a_row(KIND);
-  const uint8_t* from = t.packed;
-  V scale[VECTORS], zero_of[VECTORS];
   for (int64_t k0 = 0; k0 < t.k; k0 += K_BLOCK) {
-    V acc[ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
     const int64_t end = std::min(t.k, k0 + K_BLOCK);
-    for (int64_t i = k0; i < end;) {
-      const int64_t group = i / t.group, stop = std::min(end, (group + 1) * t.group);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) {
-        if (HAS_SCALES) scale[v] = scales_at<KIND>(t.scales + group * PANEL * bytes_a_scale(KIND), v);
-        zero_of[v] = HAS_ZEROS ? load(t.zeros + group * PANEL + v * LANES) : zero();
-        if (KIND == INT4) zero_of[v] = add(zero_of[v], set1(SHIFT));  // exact, as the difference is: zeros are small whole numbers
-      }
-      for (; i < stop; ++i, from += BYTES) {
-        V codes[VECTORS];
-        if constexpr (KIND == INT4) shifted_nibbles(from, codes);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-          V value = KIND == INT4 ? codes[v] : codes_at<KIND>(from, v);
-          if (HAS_ZEROS || KIND == INT4) value = sub(value, zero_of[v]);
-          if (HAS_SCALES) value = mul(value, scale[v]);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(set1(t.x[r * t.k + i]), value, acc[r][v]);
-        }
-      }
-    }
-    each_output<ROWS, VECTORS>(t.columns, [&](int r, int v, int count) {
+    alignas(64) float sums[ROWS][PANEL];
+#if HAS_INT4_BYTES
+    if constexpr (KIND == INT4)
+      int4_chains(t.x, t.k, t.packed, reinterpret_cast<const float*>(t.scales), t.zeros, t.group, k0, end, sums);
+    else
+#endif
+      all_chains<KIND, HAS_ZEROS>(t, k0, end, sums, std::make_integer_sequence<int, PANEL / LANES / wide_of(ROWS)>{});
+    each_output<ROWS, PANEL / LANES>(t.columns, [&](int r, int v, int count) {
       float* to = t.out + r * t.out_stride + v * LANES;
-      V value = k0 > 0 ? add(load_n(to, count), acc[r][v]) : acc[r][v];
+      V value = load(sums[r] + v * LANES);
+      if (k0 > 0) value = add(load_n(to, count), value);
       if (t.bias && end == t.k) value = add(value, load_n(t.bias + v * LANES, count));
       store_n(to, value, count);
     });
@@ -170,7 +205,7 @@ struct CodedProduct {
 };
 
 void product(const CodedProduct& p) {
-  if (p.m > FEW_ROWS || p.k == 0) {
+  if (p.m > few_rows(p.kind) || p.k == 0) {
     const CodedWeight codes(p.kind, p.packed, p.scales, p.zeros, p.k, p.group);
     return multiply({p.m, p.n, p.k, {p.x, p.k, 1}, {nullptr, Layout::CODED, 0, &codes}, p.out, p.n, p.bias, false});
   }

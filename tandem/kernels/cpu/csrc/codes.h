@@ -78,15 +78,6 @@ INLINE __m256i low_four(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_s
 INLINE V ints(__m256i a, __m256i b) { return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)}; }
 INLINE V low_nibbles(const uint8_t* p) { return ints(low_four(eight_at(p)), low_four(eight_at(p + 8))); }
 INLINE V high_nibbles(const uint8_t* p) { return ints(_mm256_srli_epi32(eight_at(p), 4), _mm256_srli_epi32(eight_at(p + 8), 4)); }
-INLINE __m256 shifted(__m256i numbers) { return _mm256_castsi256_ps(_mm256_or_si256(numbers, _mm256_castps_si256(_mm256_set1_ps(SHIFT)))); }
-// The numbers of 64 nibbles plus SHIFT: see above.
-INLINE void shifted_nibbles(const uint8_t* p, V* out) {
-  for (int v = 0; v < 2; ++v) {
-    const __m256i a = eight_at(p + v * LANES), b = eight_at(p + v * LANES + 8);
-    out[v] = {shifted(low_four(a)), shifted(low_four(b))};
-    out[v + 2] = {shifted(_mm256_srli_epi32(a, 4)), shifted(_mm256_srli_epi32(b, 4))};
-  }
-}
 // A permutation reads the lowest three bits of an index; the fourth chooses the half of the table.
 INLINE __m256 eight_numbers(__m256i index, const float* of) {
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(of), index), high = _mm256_permutevar8x32_ps(_mm256_load_ps(of + 8), index);

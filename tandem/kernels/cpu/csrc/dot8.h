@@ -169,14 +169,6 @@ INLINE V minus_to_float(I a, const uint8_t* zeros, int32_t sum) {
 // Vectors of a panel that ROWS rows multiply at once: as many sums as the registers hold.
 constexpr int wide_of(int rows) { return MOST_ROWS > 3 || rows == 1 ? VECTORS : 2; }
 
-// Bytes of a panel that are asked for ahead of those that are multiplied: one row reads each once, and memory is what it waits for.
-constexpr int64_t BYTES_AHEAD = 2048;
-template <int64_t BYTES>
-INLINE void ask_ahead(const uint8_t* p) {
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(p + BYTES_AHEAD + i, 0, 3);
-}
-
 // Rows of inputs as codes, [m][deep] with zeros at the end, and of each row its scale and the sums of its codes, [m][groups].
 struct Inputs {
   int64_t deep, groups;

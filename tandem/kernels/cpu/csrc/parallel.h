@@ -118,3 +118,11 @@ class Scratch {
   float* data_ = nullptr;
   int64_t capacity_ = 0;
 };
+
+// Bytes of a panel that are asked for ahead of those that are multiplied: one row reads each once, and memory is what it waits for.
+constexpr int64_t BYTES_AHEAD = 2048;
+template <int64_t BYTES>
+inline __attribute__((always_inline)) void ask_ahead(const uint8_t* p) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(p + BYTES_AHEAD + i, 0, 3);
+}
