@@ -87,14 +87,17 @@ class Work:
 def generation_work(
     shapes: ModelShapes, dtype: str, prompts: int, prompt_tokens: float, samples: int, completion_tokens: float, max_num_seqs: int, max_num_batched_tokens: int
 ) -> Work:
-    """Returns the work of ``samples`` completions of ``completion_tokens`` tokens for each of ``prompts`` prompts, which is computed once for its samples."""
+    """Returns the work of ``samples`` completions of ``completion_tokens`` tokens for each of ``prompts`` prompts, which is computed once for its samples:
+    their first tokens are drawn behind it, and nothing is computed of the last ones."""
     sequences = prompts * samples
     running = min(max_num_seqs, sequences)
-    steps = sequences * completion_tokens / running
+    steps = sequences * max(0.0, completion_tokens - 1) / running
     total = max(1, round(prompts * prompt_tokens))
     rows = min(max_num_batched_tokens, total)
     products = forward_products(shapes, running, steps, with_head=True)
-    for product, times in forward_products(shapes, rows, total / rows, with_head=False).items():
+    # Behind the attention of the last layer is only the token that the first ones are drawn after.
+    ends = prompts / total
+    for product, times in forward_products(shapes, rows, total / rows, with_head=True, predicting=Predicting(ends, ends)).items():
         products[product] = products.get(product, 0.0) + times
     read = steps * running * (prompt_tokens + completion_tokens / 2) * kv_bytes_per_token(shapes, dtype)
     read += steps * running * 2 * state_bytes(shapes)

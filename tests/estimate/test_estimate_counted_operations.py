@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tandem.config.load import build
 from tandem.config.recipe import Recipe
+from tandem.engine.llm import LLM
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.rl_work import RLModels, rl_work
 from tandem.estimate.time import Work
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.model_folder import save_model
 from tandem.planner.measured_run import measured_run
 from tandem.rl.algorithms.update import update_policy
+from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.logprobs import infer_sequences
 from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.parallel.ranks import alone
@@ -141,3 +146,23 @@ def test_minibatches_and_the_pass_that_compares_the_later_ones_take_the_operatio
     # In float64 a pass without gradient computes each sequence by itself too.
     apart = rl_work(replace(made, trainer=replace(made.trainer, dtype="float64")), RLModels(SHAPES), known(sequences), COMPLETION).training[1]
     assert flops(update) + 2 * HEAD + flops(apart) == pytest.approx(operations, rel=1e-9) and flops(compared) < flops(apart)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(PROMPTS * GROUP, 4096), (GROUP, 4096), (PROMPTS * GROUP, 16)])
+def test_generation_takes_the_operations_that_torch_counts_in_a_real_engine(tmp_path: Path, max_num_seqs: int, tokens: int) -> None:
+    make_character_tokenizer("abc", tmp_path / "tokenizer")
+    save_model(model(torch.float32), tmp_path / "model", tmp_path / "tokenizer")
+    engine = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": tokens}
+    # In float64 the reference computes as many rows as there are, in fp32 whole tiles of them.
+    llm = LLM(str(tmp_path / "model"), skip_tokenizer_init=True, kernels="reference", dtype="float64", kv_cache_tokens=1024, **engine)
+    prompts = [list(each.token_ids[:PROMPT]) for each in samples(alike=0)[::GROUP]]
+    # Prompts that differ from their first token on share no block.
+    prompts = [[50 + number, *prompt[1:]] for number, prompt in enumerate(prompts)]
+    asked = SamplingParams(n=GROUP, max_tokens=COMPLETION, ignore_eos=True, temperature=1.0, seed=3)
+    with counting() as counter:
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+    assert {len(each.token_ids) for answer in answers for each in answer.outputs} == {COMPLETION}
+    made = recipe()
+    made = replace(made, rollout=replace(made.rollout, engine=replace(made.rollout.engine, **engine)))
+    [predicted] = rl_work(made, RLModels(SHAPES), Prompts.of(prompts), COMPLETION).generation
+    assert flops(predicted) == pytest.approx(counted(counter), rel=1e-9)
