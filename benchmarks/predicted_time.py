@@ -1,6 +1,6 @@
 """The time that ``tandem train --dry-run`` predicts beside the time that the same run takes, by phase.
 
-    python benchmarks/predicted_time.py
+    python benchmarks/predicted_time.py [--only NAME ...]
 
 Rollouts are predicted for the mean length that the run had, and rewards differ in every group, so that every completion is trained on. A run's figure is the
 median of its steps without the first.
@@ -86,11 +86,15 @@ def prepare(work: Path) -> None:
 
 
 def main() -> None:
-    options = shared_parser(__doc__ or "").parse_args()
+    parser = shared_parser(__doc__ or "")
+    parser.add_argument("--only", nargs="+", default=(), help="the names of the runs to take, such as 'GRPO, 33M'")
+    options = parser.parse_args()
     described, lines = machine(), ["| run | phase | predicted s | measured s | predicted / measured |", "| --- | --- | --- | --- | --- |"]
     with tempfile.TemporaryDirectory() as work:
         prepare(Path(work))
         for number, (name, (text, steps)) in enumerate(recipes(Path(work)).items()):
+            if options.only and name not in options.only:
+                continue
             folder = Path(work) / str(number)
             folder.mkdir()
             for phase, predicted, seconds in compare(text, steps, folder):

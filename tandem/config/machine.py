@@ -36,6 +36,11 @@ class MachineConfig:
     call_deadline_s: float = 1800.0
     """Seconds that one phase of a pod's step may take; then the run names the blocked worker and ends."""
 
+    @property
+    def pods_have_cpu_kernels(self) -> bool:
+        """Whether a pod computes with the C++ kernels, if a compiler is installed."""
+        return self.device != "cuda" and self.kernels != "reference"
+
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:
             raise UserError(f"'machine.threads' is {self.threads}; it must be 0 (all cores) or at most {MOST_THREADS}")

@@ -3,7 +3,7 @@
 The run measures the same phases, and the report shows both figures side by side.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -30,10 +30,12 @@ from tandem.estimate.processes import (
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.own_trainer import KEPT_SHARE, staging_bytes
-from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.estimate.training.rank_memory import RankMemory, predict_rank_memory
 from tandem.estimate.training_bytes import checkpoint_bytes
+from tandem.layout.equal_beginnings import MOST_DISTINCT, computes_beginnings_once
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
+from tandem.runtime.machine.heap import KEPT_BYTES
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -86,7 +88,7 @@ def predict(
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
     engine_processes: EngineProcesses = FORKED_ENGINE, ranks: int = 0, shares_weights: bool = False,
-    experts_in_mxfp4: bool = False, engine_bytes: int = 0, draft_weights: int = 0,
+    experts_in_mxfp4: bool = False, engine_bytes: int = 0, draft_weights: int = 0, cpu_kernels: bool = False,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
@@ -98,7 +100,7 @@ def predict(
     each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update.
     ``experts_in_mxfp4``: engines keep the experts in 4 bits, as their folder has them, beside an adapter; nothing replaces them. ``engine_bytes``: what an
     engine has besides while it generates: states of linear attention, and its draft's cache. ``draft_weights``: of its draft, which it keeps while it
-    sleeps."""
+    sleeps. ``cpu_kernels``: the C++ kernels may compute updates."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
@@ -124,8 +126,11 @@ def predict(
     def update(model: ModelShapes, *own: str) -> int:
         """One rank that trains ``model``, whose residents are ``own``, beside all others."""
         beside = sum(held[name] for name in there - set(own)) + staged - staging_bytes(model, trainer, parallel)
-        return predict_rank_memory(model, layout_of_trainer(trainer, parallel, tokens, attended=attended)).total + beside
+        memory = training_memory(model, trainer, parallel, tokens, attended, kv_cache_dtype if cpu_kernels else None)
+        freed.append(memory.activations + memory.logits + memory.gathered + memory.gradients)
+        return memory.total + beside
 
+    freed = list[int]()
     training = update(shapes, "actor", "optimizer")
     if critic is not None:
         # The critic learns first; its gradients stay while the actor learns.
@@ -133,17 +138,32 @@ def predict(
     # Passes without gradient share what sequences begin with, whatever the setting; attention then gathers up to the tokens of a pass.
     passes = inference_bytes((teacher or shapes if reference or reads_base else None, critic, reward_model), tokens, parallel, attended or tokens)
     rest = max(map(resting, (Phase.INFERENCE, Phase.TRAIN) if reads_base else (Phase.INFERENCE,)))
+    # Beside an engine that stays, a rank gives nothing back of what an update has freed; passes without gradient take it again.
+    heap = min(KEPT_BYTES, max(freed)) if residency.rule.engine == "stays" else 0
     return PodMemory(
         trainer=ranks * training,
-        trainer_idle=ranks * resting(Phase.ROLLOUT),
+        trainer_idle=ranks * (resting(Phase.ROLLOUT) + heap),
         rollout=engine,
         segments=2 * pods * trained_bytes(shapes, trainer.dtype),
-        inference=ranks * (rest + passes) if passes else 0,
+        inference=ranks * (rest + max(passes, heap)) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
         beside=processes_beside(trainer, ranks, pods, engines if engine_processes is FORKED_ENGINE and world == 1 else 0),
         engines_share=engines * engine_processes.shared,
         engines_begin=engines * weights if shares_weights and not copies else 0,
     )
+
+
+def training_memory(
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, attended: int = 0, kv_cache_dtype: KVCacheDtype | None = None
+) -> RankMemory:
+    """Returns the memory of a rank on a CPU that takes micro-batches of up to ``tokens`` tokens. ``kv_cache_dtype``: the engine's, where the C++ kernels may
+    compute what sequences begin with in common once. How much that is depends on the samples: it is the more of an update that computes every token, and of one
+    in which as many are distinct as may be."""
+    layout = layout_of_trainer(trainer, parallel, tokens, attended=attended)
+    every = predict_rank_memory(shapes, layout)
+    if kv_cache_dtype is None or not computes_beginnings_once(shapes, trainer, parallel, kv_cache_dtype):
+        return every
+    return max(every, predict_rank_memory(shapes, replace(layout, distinct=MOST_DISTINCT)), key=lambda memory: memory.total)
 
 
 def processes_beside(trainer: TrainerConfig, ranks: int, pods: int = 1, engines: int = 0) -> int:

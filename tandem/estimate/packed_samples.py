@@ -11,8 +11,10 @@ from typing import NamedTuple
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.prompt_beginnings import Prompts, met
-from tandem.estimate.time import Predicting
+from tandem.estimate.time import ForwardPass, Predicting
+from tandem.layout.equal_beginnings import MOST_DISTINCT, computes_beginnings_once
 from tandem.layout.shapes import ModelShapes
+from tandem.types.kv_cache import KVCacheDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +69,31 @@ class Packed(NamedTuple):
 
 class Sharing(NamedTuple):
     """How Tandem's trainer computes a step of a model: the ``update`` of its weights, and the passes without gradient, ``inference``. ``update_ends_early``,
-    ``inference_ends_early``: the last layer computes nothing behind its attention for tokens that predict nothing."""
+    ``inference_ends_early``: the last layer computes nothing behind its attention for tokens that predict nothing. ``forward``: of an update, where its forward
+    pass computes equal beginnings once and its backward pass every token (``None``: both compute the same)."""
 
     update: Packing
     inference: Packing
     update_ends_early: bool
     inference_ends_early: bool
+    forward: Packing | None = None
+
+    def forward_of(self, samples: Samples) -> ForwardPass | None:
+        """Returns what the forward pass of an update of ``samples`` computes where it is less than the backward pass does."""
+        if self.forward is None:
+            return None
+        whole, once = packed(samples, self.update), packed(samples, self.forward)
+        if once.tokens > MOST_DISTINCT * whole.tokens:
+            return None
+        # The head reads a row for each token that is predicted.
+        return ForwardPass(once.tokens, once.context, once.predicting(self.update_ends_early))
 
 
-def sharing_of(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, replays_routing: bool = False) -> Sharing:
+def sharing_of(
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, replays_routing: bool = False, kv_cache_dtype: KVCacheDtype | None = None
+) -> Sharing:
     """Returns how a step of ``shapes`` is computed, as ``trainer.logprobs`` and ``model.decoder.Decoder.wanting`` decide. ``replays_routing``: of experts.
-    Not known here is what a model's layers compute once in an update on a CPU in fp32 without ``share_prompts`` (``trainer.beginnings``): it has less work."""
+    ``kv_cache_dtype``: the engine's, where the C++ kernels compute an update (``None``: other kernels do)."""
     own = trainer.backend == "tandem" and shapes.transformers is None
     has_independent_rows = own and trainer.precision != "fp8"
     shares = (
@@ -89,6 +105,8 @@ def sharing_of(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelCo
     return Sharing(
         Packing(most, ranks, once, once, once), Packing(most, ranks, once or shares, once or shares, once),
         has_independent_rows and has_all_rows, has_independent_rows and has_all_rows and parallel.pipeline == 1,
+        Packing(most, ranks, shares=True, keeps_groups=False)
+        if kv_cache_dtype is not None and not replays_routing and computes_beginnings_once(shapes, trainer, parallel, kv_cache_dtype) else None,
     )  # fmt: skip
 
 

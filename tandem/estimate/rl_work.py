@@ -72,12 +72,14 @@ def rl_work(
         )
 
     def update(shapes: ModelShapes, replays: bool) -> Work:
-        sharing = sharing_of(shapes, trainer, recipe.parallel, replays)
-        each = packed(samples_of(recipe, prompts, step_prompts / algorithm.minibatches, completion_tokens, begun), sharing.update)
-        tokens, epochs = algorithm.minibatches * each.tokens, algorithm.epochs
+        sharing = sharing_of(shapes, trainer, recipe.parallel, replays, recipe.rollout.engine.kv_cache_dtype if recipe.machine.pods_have_cpu_kernels else None)
+        samples = samples_of(recipe, prompts, step_prompts / algorithm.minibatches, completion_tokens, begun)
+        each = packed(samples, sharing.update)
+        tokens, epochs, once = algorithm.minibatches * each.tokens, algorithm.epochs, sharing.forward_of(samples)
+        once = None if once is None else once._replace(tokens=algorithm.minibatches * once.tokens)
         return training_work(
             shapes, trainer.dtype, tokens, each.context, most, epochs * forward_and_backward(trainer), epochs * algorithm.minibatches, epochs,
-            each.predicting(sharing.update_ends_early),
+            each.predicting(sharing.update_ends_early), once,
         )
 
     def inferred(shapes: ModelShapes, count: float, replays: bool = False, is_scored: bool = False) -> Work:

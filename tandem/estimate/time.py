@@ -45,6 +45,15 @@ class Predicting(NamedTuple):
 ALL_PREDICT = Predicting()
 
 
+class ForwardPass(NamedTuple):
+    """The ``tokens`` that the forward pass of an update computes where its backward pass has more, the ``context`` that they attend to half of, and what is
+    ``predicting`` of them."""
+
+    tokens: float
+    context: float
+    predicting: Predicting
+
+
 class Speed(NamedTuple):
     """What a machine was measured to do: seconds of each product, and bytes per second that are read and written. ``cpu``: CPU-seconds of each product, of
     all threads together, and ``bytes_per_cpu_s``; empty where they were not measured. ``call_cpu_s``: of one rank's part in a collective between CPUs, and
@@ -87,14 +96,17 @@ class Work:
 def generation_work(
     shapes: ModelShapes, dtype: str, prompts: int, prompt_tokens: float, samples: int, completion_tokens: float, max_num_seqs: int, max_num_batched_tokens: int
 ) -> Work:
-    """Returns the work of ``samples`` completions of ``completion_tokens`` tokens for each of ``prompts`` prompts, which is computed once for its samples."""
+    """Returns the work of ``samples`` completions of ``completion_tokens`` tokens for each of ``prompts`` prompts, which is computed once for its samples:
+    their first tokens are drawn behind it, and nothing is computed of the last ones."""
     sequences = prompts * samples
     running = min(max_num_seqs, sequences)
-    steps = sequences * completion_tokens / running
+    steps = sequences * max(0.0, completion_tokens - 1) / running
     total = max(1, round(prompts * prompt_tokens))
     rows = min(max_num_batched_tokens, total)
     products = forward_products(shapes, running, steps, with_head=True)
-    for product, times in forward_products(shapes, rows, total / rows, with_head=False).items():
+    # Behind the attention of the last layer is only the token that the first ones are drawn after.
+    ends = prompts / total
+    for product, times in forward_products(shapes, rows, total / rows, with_head=True, predicting=Predicting(ends, ends)).items():
         products[product] = products.get(product, 0.0) + times
     read = steps * running * (prompt_tokens + completion_tokens / 2) * kv_bytes_per_token(shapes, dtype)
     read += steps * running * 2 * state_bytes(shapes)
@@ -104,21 +116,30 @@ def generation_work(
 
 def training_work(
     shapes: ModelShapes, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int, passes: float, updates: int, backward: float = 0.0,
-    predicting: Predicting = ALL_PREDICT,
+    predicting: Predicting = ALL_PREDICT, once: ForwardPass | None = None,
 ) -> Work:
     """Returns the work of ``passes`` passes over ``tokens`` tokens in sequences of ``sequence_tokens``, a forward and a backward pass being three, of which
     ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written. Beside such
-    pairs, passes are layers that are computed again."""
+    pairs, passes are layers that are computed again. ``once``: the forward pass of each pair, where it computes less than the backward pass."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
     moved = float(updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes))
-    moved += passes * tokens * elementwise_bytes(shapes, DTYPE_BYTES[dtype])
-    products = forward_products(shapes, rows, backward * tokens / rows, shapes.language_head, True, predicting) if backward else {}
+    in_forward = tokens if once is None else once.tokens
+    moved += (passes * tokens - backward * (tokens - in_forward)) * elementwise_bytes(shapes, DTYPE_BYTES[dtype])
+    products = dict[Product, float]()
+    # A backward pass has two products for each of the forward pass, which are measured together.
+    parts = [(1.0, tokens, predicting)] if once is None else [(2 / 3, tokens, predicting), (1 / 3, once.tokens, once.predicting)]
+    for share, computed, each in parts if backward else ():
+        for product, times in forward_products(shapes, rows, share * backward * computed / rows, shapes.language_head, True, each).items():
+            products[product] = products.get(product, 0.0) + times
     if (forward := passes - 3 * backward) > 0:
         made = forward_products(shapes, rows, forward * tokens / rows, shapes.language_head and not backward, predicting=predicting, is_again=backward > 0)
         for product, times in made.items():
             products[product] = products.get(product, 0.0) + times
     recurrent = recurrence_flops(shapes, tokens, passes - 3 * backward, backward)
-    return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens) + recurrent, moved)
+    attention = passes * _attention_flops(shapes, tokens, sequence_tokens)
+    if once is not None:
+        attention -= backward * (_attention_flops(shapes, tokens, sequence_tokens) - _attention_flops(shapes, once.tokens, once.context))
+    return Work(products, attention + recurrent, moved)
 
 
 def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0) -> float:

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tandem.kernels.trained_layers import Beginnings
+from tandem.layout.equal_beginnings import MOST_DISTINCT
 from tandem.model.decoder import Decoder
 from tandem.trainer.prefix_tree import PrefixTree
-
-_MOST_DISTINCT = 0.85
-"""Of the tokens: with more distinct ones little is saved."""
 
 
 def computes_beginnings_once(model: object) -> bool:
@@ -28,6 +26,6 @@ def beginnings_of(sequences: Iterable[Sequence[int]]) -> Beginnings | None:
         rows += range(start, len(tree))
         bounds.append(len(rows))
         query_start.append(len(tree))
-    if len(tree) > _MOST_DISTINCT * len(rows):
+    if len(tree) > MOST_DISTINCT * len(rows):
         return None
     return Beginnings(torch.tensor(rows), torch.tensor(first), torch.tensor(bounds, dtype=torch.int32), torch.tensor(query_start, dtype=torch.int32))

@@ -1,7 +1,10 @@
 """The predicted operations of a step beside those that torch counts while the trainer takes one."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +12,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tandem.config.load import build
 from tandem.config.recipe import Recipe
+from tandem.engine.llm import LLM
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.rl_work import RLModels, rl_work
 from tandem.estimate.time import Work
+from tandem.kernels import Kernels, select
+from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.model_folder import save_model
 from tandem.planner.measured_run import measured_run
 from tandem.rl.algorithms.update import update_policy
+from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.logprobs import infer_sequences
 from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.parallel.ranks import alone
@@ -46,14 +55,15 @@ def samples(alike: int) -> list[TrainSequence]:
     return made
 
 
-def recipe(**sections: dict[str, object]) -> Recipe:
+def recipe(kernels: str = "reference", **sections: dict[str, object]) -> Recipe:
     data = {"model": {"path": "m"}, "task": {"name": "sort"}, "rollout": {"prompts_per_step": PROMPTS, "max_tokens": COMPLETION}}
-    return build(Recipe, data | {"algorithm": {"group_size": GROUP, "kl_coef": 0.0} | sections.get("algorithm", {}), "trainer": sections.get("trainer", {})})
+    data |= {"machine": {"kernels": kernels}, "algorithm": {"group_size": GROUP, "kl_coef": 0.0} | sections.get("algorithm", {})}
+    return build(Recipe, data | {"trainer": sections.get("trainer", {})})
 
 
-def model(dtype: torch.dtype) -> Decoder:
-    """Returns a model whose products are torch's, in fp32 as well, so that its counter sees them."""
-    network = Decoder(SHAPES, ReferenceKernels(tiled=False), dtype=dtype)
+def model(dtype: torch.dtype, kernels: Kernels | None = None) -> Decoder:
+    """Returns a model whose products are torch's, in fp32 as well, so that its counter sees them, or those of ``kernels``."""
+    network = Decoder(SHAPES, kernels or ReferenceKernels(tiled=False), dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -83,6 +93,31 @@ def known(sequences: list[TrainSequence]) -> Prompts:
     return Prompts.of([each.token_ids[:PROMPT] for each in sequences[::GROUP]])
 
 
+def counted_in_layers(monkeypatch: pytest.MonkeyPatch, kernels: CpuKernels) -> list[int]:
+    """Returns the list that receives the operations of each product of the C++ ``kernels`` with a layer's matrix, which torch does not see; not the head's,
+    which have as many outputs as the vocabulary."""
+    operations, calls = list[int](), kernels._calls
+    by_rows: dict[str, Callable[..., tuple[int, torch.Size]]] = {
+        "linear": lambda x, weight, *_: (len(x), weight.shape), "linear_grad_x": lambda grad, weight, *_: (len(grad), weight.shape),
+        "linear_grad_weight": lambda grad, x, *_: (len(x), torch.Size((grad.shape[1], x.shape[1]))),
+        "repeated_grad_weight": lambda grad, x, rows: (rows.count, torch.Size((grad.shape[1], x.shape[1]))),
+    }  # fmt: skip
+
+    def counts(name: str) -> Callable[..., torch.Tensor]:
+        compute = getattr(calls, name)
+
+        def counted_call(*given: Any, **named: Any) -> Any:
+            rows, (outputs, inputs) = by_rows[name](*given)
+            operations.extend([2 * rows * outputs * inputs] * (outputs != SHAPES.vocab_size))
+            return compute(*given, **named)
+
+        return counted_call
+
+    for name in by_rows:
+        monkeypatch.setattr(calls, name, counts(name))
+    return operations
+
+
 def updated(made: Recipe, sequences: list[TrainSequence]) -> tuple[StepResult, int]:
     """Returns a real update, and the operations that it took."""
     network = model(torch.float64)
@@ -106,6 +141,28 @@ def test_an_update_takes_the_operations_that_torch_counts(share_prompts: bool, r
         every = PROMPTS * GROUP * (PROMPT + COMPLETION - 1)
         behind = 2 * every * (32 * 32 + 3 * 48 * 32) * (4 if recompute == "full" else 3)
         assert operations < flops(predicted) + HEAD + behind * (1 - COMPLETION / (PROMPT + COMPLETION - 1)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("alike", "minibatches"), [(0, 1), (5, 1), (5, PROMPTS)])
+def test_an_update_on_a_cpu_computes_what_sequences_begin_with_once_in_its_forward_pass_alone(
+    monkeypatch: pytest.MonkeyPatch, alike: int, minibatches: int
+) -> None:
+    made, sequences = recipe("cpu", algorithm={"minibatches": minibatches, "tis_cap": 2.0}), samples(alike)
+    kernels = select("cpu")
+    assert isinstance(kernels, CpuKernels)
+    network = model(torch.float32, kernels)
+    replica = Replica(alone(), network, AdamW(network.named_parameters(), made.trainer))
+    operations = counted_in_layers(monkeypatch, kernels)
+    update_policy(replica, Batch(0, tuple(sequences)), made.algorithm, made.trainer)
+    begun = alike * (GROUP - 1) / GROUP / (COMPLETION - 1)
+    prompts = known(sequences)
+    predicted = rl_work(made, RLModels(SHAPES), prompts, COMPLETION, begun).training
+    heads = 3 * HEAD + (len(predicted) - 1) * HEAD * (PROMPTS - 1) / PROMPTS
+    assert sum(map(flops, predicted)) - heads == pytest.approx(sum(operations), rel=1e-9)
+    # Other kernels compute every token in both passes.
+    others = rl_work(replace(made, machine=replace(made.machine, kernels="reference")), RLModels(SHAPES), prompts, COMPLETION, begun).training
+    assert flops(predicted[0]) < 0.9 * flops(others[0]) and predicted[0].attention_flops < others[0].attention_flops
+    assert predicted[0].moved_bytes < others[0].moved_bytes
 
 
 def test_what_completions_begin_with_in_common_is_known_of_a_run_and_predicts_its_next_update_and_its_passes() -> None:
@@ -141,3 +198,23 @@ def test_minibatches_and_the_pass_that_compares_the_later_ones_take_the_operatio
     # In float64 a pass without gradient computes each sequence by itself too.
     apart = rl_work(replace(made, trainer=replace(made.trainer, dtype="float64")), RLModels(SHAPES), known(sequences), COMPLETION).training[1]
     assert flops(update) + 2 * HEAD + flops(apart) == pytest.approx(operations, rel=1e-9) and flops(compared) < flops(apart)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(PROMPTS * GROUP, 4096), (GROUP, 4096), (PROMPTS * GROUP, 16)])
+def test_generation_takes_the_operations_that_torch_counts_in_a_real_engine(tmp_path: Path, max_num_seqs: int, tokens: int) -> None:
+    make_character_tokenizer("abc", tmp_path / "tokenizer")
+    save_model(model(torch.float32), tmp_path / "model", tmp_path / "tokenizer")
+    engine = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": tokens}
+    # In float64 the reference computes as many rows as there are, in fp32 whole tiles of them.
+    llm = LLM(str(tmp_path / "model"), skip_tokenizer_init=True, kernels="reference", dtype="float64", kv_cache_tokens=1024, **engine)
+    prompts = [list(each.token_ids[:PROMPT]) for each in samples(alike=0)[::GROUP]]
+    # Prompts that differ from their first token on share no block.
+    prompts = [[50 + number, *prompt[1:]] for number, prompt in enumerate(prompts)]
+    asked = SamplingParams(n=GROUP, max_tokens=COMPLETION, ignore_eos=True, temperature=1.0, seed=3)
+    with counting() as counter:
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+    assert {len(each.token_ids) for answer in answers for each in answer.outputs} == {COMPLETION}
+    made = recipe()
+    made = replace(made, rollout=replace(made.rollout, engine=replace(made.rollout.engine, **engine)))
+    [predicted] = rl_work(made, RLModels(SHAPES), Prompts.of(prompts), COMPLETION).generation
+    assert flops(predicted) == pytest.approx(counted(counter), rel=1e-9)

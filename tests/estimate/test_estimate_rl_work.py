@@ -47,7 +47,8 @@ def attention(works: tuple[Work, ...]) -> float:
 
 def work(models: RLModels = RLModels(ACTOR), **sections: Any) -> RLWork:  # noqa: B008
     data = {"model": {"path": "m"}, "task": {"name": "sort"}, "rollout": {"prompts_per_step": PROMPTS, "max_tokens": COMPLETION}}
-    data |= {"algorithm": {"group_size": GROUP}, **sections}
+    # Other kernels than the C++ ones compute every token of an update.
+    data |= {"machine": {"kernels": "reference"}, "algorithm": {"group_size": GROUP}, **sections}
     return rl_work(build(Recipe, data), models, Prompts.of_mean(PROMPT), COMPLETION)
 
 
@@ -228,3 +229,22 @@ def test_a_critic_has_an_inference_pass_and_the_updates_of_the_actor_without_log
     # What the first minibatch does not see is compared with the rollout before it.
     one = work(algorithm={**ppo, "name": "reinforce_plus_plus", "minibatches": 1})
     assert flops(alone.training) - flops(one.training) == pytest.approx(values + predicted * EMBEDDING)
+
+
+def test_what_an_update_on_a_cpu_computes_once_is_counted_once_in_its_forward_pass_where_little_is_distinct() -> None:
+    def updates(**sections: Any) -> list[float]:
+        algorithm = {"group_size": GROUP, "kl_coef": 0.0}
+        return [flops(work(machine={"kernels": kernels}, algorithm=algorithm, **sections).training) for kernels in ("cpu", "reference")]
+
+    once, every = updates()
+    # Of a group's tokens the forward pass has each prompt once, and the end of the last layer one of its last tokens.
+    left_out = PROMPTS * ((GROUP - 1) * PROMPT * (MATRICES - BEHIND_ATTENTION) + (GROUP - 1) * BEHIND_ATTENTION)
+    assert every - once == pytest.approx(2 * left_out)
+    for sections in (
+        {"trainer": {"share_prompts": True}}, {"trainer": {"recompute": "full"}}, {"parallel": {"tensor": 2}}, {"parallel": {"data": 2, "zero": 3}},
+        {"rollout": {"prompts_per_step": PROMPTS, "max_tokens": COMPLETION, "engine": {"kv_cache_dtype": "int8"}}},
+        # Of micro-batches of one sequence nothing is alike, of groups of one little.
+        {"trainer": {"micro_batch_tokens": PROMPT + COMPLETION}},
+    ):
+        once, every = updates(**sections)
+        assert once == every, sections

@@ -50,13 +50,17 @@ def test_a_token_of_a_mixture_of_experts_costs_the_experts_that_it_visits() -> N
     assert flops(training_work(experts, "float32", **asked)) == pytest.approx(flops(training_work(dense, "float32", **asked)))
 
 
-def test_generation_prefills_each_prompt_once_and_decodes_every_sample() -> None:
-    layers = parameter_count(QWEN) - NORMS - 151936 * 1024
+def test_generation_prefills_each_prompt_once_and_feeds_all_but_the_last_token_of_every_sample() -> None:
+    head = 151936 * 1024
+    layers = parameter_count(QWEN) - NORMS - head
     work = generation_work(QWEN, "float32", prompts=4, prompt_tokens=100, samples=8, completion_tokens=64, max_num_seqs=16, max_num_batched_tokens=4096)
-    assert flops(work) == pytest.approx(2 * layers * 4 * 100 + 2 * (layers + 151936 * 1024) * 4 * 8 * 64)
-    # 32 sequences in 16 places are twice 64 steps, and each of them reads the cache of 100 to 164 tokens.
-    assert {times for product, times in work.products.items() if product == Product(16, 151936, 1024)} == {128.0}
-    assert work.moved_bytes == 128 * 16 * 132 * (2 * 28 * 8 * 128 * 4)
+    # Of a prompt only the last token goes through the end of the last layer (q * H + 3 H I) and the head, which the first tokens are drawn by.
+    behind = 16 * 128 * 1024 + 3 * 1024 * 3072
+    prefilled = 2 * (layers - behind) * 4 * 100 + 2 * (behind + head) * 4
+    assert flops(work) == pytest.approx(prefilled + 2 * (layers + head) * 4 * 8 * 63)
+    # 32 sequences in 16 places are twice 63 steps, and each of them reads the cache of 101 to 163 tokens.
+    assert {times for product, times in work.products.items() if product == Product(16, 151936, 1024)} == {126.0}
+    assert work.moved_bytes == 126 * 16 * 132 * (2 * 28 * 8 * 128 * 4)
 
 
 def test_seconds_are_products_attention_at_their_speed_and_bytes() -> None:

@@ -11,10 +11,13 @@ from listed_families import SEQUENCES, TINY, Tiny, logits_of, packed_hidden, pee
 from torch import Tensor
 
 from tandem.config.lora import LINEAR_ATTENTION_MODULES, LINEAR_MODULES, LoraConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.mixed import Precision, in_precision
+from tandem.layout.equal_beginnings import computes_beginnings_once
 from tandem.layout.parameters import is_of_adapter
 from tandem.model.decoder import Decoder
 from tandem.model.family import all_families
@@ -38,6 +41,15 @@ def test_logits_are_those_of_transformers(tiny: Tiny, kernels_name: Literal["ref
     assert (plain - theirs).abs().max() < 1e-4
     decoder.pack()
     assert torch.equal(logits_of(decoder), plain)
+
+
+def test_what_updates_compute_once_is_known_of_the_shapes(tiny: Tiny) -> None:
+    decoder = load_model(tiny.folder, select("cpu"))
+    assert decoder.computes_beginnings_once == computes_beginnings_once(decoder.shapes, TrainerConfig(), ParallelConfig())
+    if decoder.computes_beginnings_once:
+        decoder.recompute = "full"
+        assert not decoder.computes_beginnings_once
+        assert not computes_beginnings_once(decoder.shapes, TrainerConfig(recompute="full"), ParallelConfig())
 
 
 @pytest.mark.full

@@ -1,7 +1,9 @@
 """A tiny model and a random batch of samples for the tests of the trainer."""
 
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.types import Batch, TrainSequence
 
+sys.path.insert(0, str(Path(__file__).parent))
 SHAPES = ModelShapes(
     architecture="qwen3", vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=48, max_position_embeddings=128, tie_word_embeddings=True, qk_norm=True,

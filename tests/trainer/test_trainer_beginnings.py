@@ -1,14 +1,23 @@
 """Equal beginnings of sequences, which training computes once: gradients have the bits of a batch in which every token is computed."""
 
 import gc
+import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from beginnings_peak import shapes_of
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.memory import training_memory
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.kernels import select
 from tandem.kernels.cpu import trained_layers
 from tandem.kernels.trained_layers import Beginnings
@@ -192,3 +201,28 @@ def test_layers_that_are_recomputed_or_wrapped_compute_every_token() -> None:
     assert not computes_beginnings_once(model)
     model.recompute, model.around_layer = "none", lambda index, layer, x, residual: layer(x, residual)
     assert not computes_beginnings_once(model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layers", "sizes"), [(2, (200, 16, 8, 4)), (2, (60, 40, 2, 30)), (6, (60, 40, 4, 12))])
+def test_the_peak_of_an_update_that_computes_beginnings_once_is_within_a_quarter_of_the_prediction(layers: int, sizes: tuple[int, ...]) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "beginnings_peak.py"), str(layers), *map(str, sizes)]
+    measured = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    tokens, distinct = measured["tokens"], measured["distinct"] / measured["tokens"]
+    assert 0 < distinct < 0.8
+    layout = replace(layout_of_trainer(TrainerConfig(), ParallelConfig(), tokens), distinct=distinct)
+    memory = predict_rank_memory(shapes_of(layers), layout)
+    predicted = memory.activations + memory.logits
+    assert predicted / 1.25 < measured["peak"] < 1.25 * predicted, (predicted, measured)
+
+
+def test_a_trainer_is_predicted_with_the_more_of_both_ways_to_compute_an_update() -> None:
+    trainer, parallel = TrainerConfig(), ParallelConfig()
+    for layers, more_at_once in ((2, True), (24, False)):
+        every = predict_rank_memory(shapes_of(layers), layout_of_trainer(trainer, parallel, 4096))
+        at_most = training_memory(shapes_of(layers), trainer, parallel, 4096, kv_cache_dtype="auto")
+        # With few layers the gradients of one, of all tokens, are more than what the distinct ones save.
+        assert (at_most.total > every.total) == more_at_once
+        assert training_memory(shapes_of(layers), trainer, parallel, 4096) == every == training_memory(shapes_of(layers), trainer, parallel, 4096, 0, "int8")
+    with_all = training_memory(shapes_of(2), replace(trainer, share_prompts=True), parallel, 4096, kv_cache_dtype="auto")
+    assert with_all == predict_rank_memory(shapes_of(2), layout_of_trainer(trainer, parallel, 4096))

@@ -48,7 +48,8 @@ class TrainingLayout:
     ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
     With a ``trainer``: ``on_cpu``: ranks compute on a CPU; ``pass_tokens``: of the largest micro-batch (0: ``micro_batch`` sequences); ``attended``: with
     shared prompts, the lengths of its sequences with their prompts, since attention has keys and values of each; ``is_forked``: a rank is a process forked
-    from one that has imported its modules; ``draft``: what is trained in the place of the model."""
+    from one that has imported its modules; ``draft``: what is trained in the place of the model; ``distinct``: of the tokens of a micro-batch on a CPU, the
+    share that a forward pass computes which has equal beginnings once, beside a backward pass with all of them (1: both compute every token)."""
 
     parallel: ParallelConfig
     sequence: int
@@ -81,6 +82,7 @@ class TrainingLayout:
     attended: int = 0
     is_forked: bool = True
     draft: DraftTraining | None = None
+    distinct: float = 1.0
 
     @property
     def attention_kernel(self) -> Literal["fused", "flash2", "flash1", "unfused"]:

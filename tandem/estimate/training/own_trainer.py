@@ -59,7 +59,8 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
     parameters, gradients, optimizer, master = _states(shapes, layout, spans)
     each = [saved_by_layer(shapes, layer, layout).of_rank(layout) for layer in layers]
     copied = (layout.attended * gathered_bytes_per_token(shapes) + element_bytes(layout) * _absorbed_weights(shapes)) / parallel.tensor
-    saved = tokens * (sum(each) + (end_bytes(shapes, layout) if is_last else 0.0)) + copied * (1 if trainer.recompute == "full" else len(layers))
+    ends = end_bytes(shapes, layout) if is_last else 0.0
+    saved = layout.distinct * tokens * (sum(each) + ends) + copied * (1 if trainer.recompute == "full" else len(layers))
     working = tokens * max(working_by_layer(shapes, layer, layout) for layer in layers)
     most_saved = float("inf")
     if trainer.offload_activations == "nvme":
@@ -72,6 +73,11 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
         logits = head_bytes(shapes, layout.pass_tokens, parallel)
         if not layout.on_cpu:
             logits = gpu_logits_bytes(int(tokens), -(-shapes.head_rows // parallel.tensor))
+    if layout.distinct < 1:
+        # Beside what was saved of all layers the gradients of the last one's attention, or without the last one's those of a whole layer; logits are gone.
+        in_attention, in_layer = (tokens * bytes_of_token for bytes_of_token in _repeated_backward_bytes(shapes, layout))
+        before_last = layout.distinct * tokens * sum(each[:-1])
+        working += max(0.0, max(saved + in_attention, before_last + in_layer) - saved - logits)
     on_cpu = layout.on_cpu
     return StageBytes(
         parameters, gradients, optimizer, master, saved=saved, working=working, logits=logits, gathered=gathered, reduced=reduced,
@@ -160,6 +166,16 @@ def working_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) ->
     if linear is None or layout.on_cpu:
         return recomputed
     return recomputed + scratch_in_chunks(linear.of_one_rank(layout.parallel.tensor))
+
+
+def _repeated_backward_bytes(shapes: ModelShapes, layout: TrainingLayout) -> tuple[int, int]:
+    """Returns what the backward pass of layers that compute equal beginnings once (``kernels.cpu.trained_layers``) holds at its worst moment for one token of
+    all: in the attention of the last layer, which has few tokens behind it, and in another layer. In attention: the gradients of two residual streams and of
+    attention's output, copies of queries, keys, values, output and log-sum-exp, the gradients of the first three, and those before their rotation; from the MLP
+    those of its gate, of both its halves and of its input."""
+    each, hidden, queries, keys = element_bytes(layout), shapes.hidden_size, shapes.query_size, shapes.key_value_size
+    attention = each * (2 * hidden + 5 * queries + 6 * keys + shapes.num_attention_heads)
+    return attention, attention + each * (3 * shapes.intermediate_size + hidden)
 
 
 def end_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:

@@ -213,6 +213,7 @@ def plan(
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
                 experts_in_mxfp4=experts_in_mxfp4,
                 engine_bytes=drafts.get("draft_cache", 0) + states, draft_weights=drafts.get("draft_weights", 0),
+                cpu_kernels=machine.pods_have_cpu_kernels,
             )  # fmt: skip
             # One rank of each replica has the head.
             replicas = -(-(ranks or parallel.world) * parallel.data // parallel.world)

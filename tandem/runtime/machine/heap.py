@@ -14,7 +14,9 @@ the next tensor of its size (glibc bug 14581, fixed in 2.38) and the heap grows 
 memory. Measured on two ranks of 106M parameters, ZeRO 3: a peak of 2,618 MiB instead of 3,866 MiB, and a third less time in page faults."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_AFTERWARDS = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+KEPT_BYTES = 64 << 20
+"""Freed memory that a process keeps at most from one training step to the next, where it is not given back."""
+_AFTERWARDS = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: KEPT_BYTES}
 """The largest thresholds that glibc adapts to by itself (``mallopt(3)``), as it does where large tensors are freed; it no longer adapts those that were set."""
 _LARGE_BYTES = 1 << 20
 
