@@ -12,8 +12,8 @@ from tandem.config.arguments import check_names
 from tandem.config.engine import EngineArgs
 from tandem.config.load import build
 from tandem.config.vllm_names import DTYPES, ENGINE, NEUTRAL, QUANTIZED_FOLDERS, with_method
+from tandem.layout.mesh_check import check_engine_ranks
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import ShardSpec
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
@@ -73,10 +73,7 @@ def check_ranks(shapes: ModelShapes, args: EngineArgs) -> None:
     size = args.tensor_parallel_size
     if size > 1 and args.device != "cpu" and size > torch.cuda.device_count():
         raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
-    try:
-        ShardSpec(0, size, args.deterministic).check(shapes)
-    except ValueError as error:
-        raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
+    check_engine_ranks(shapes, size, args.deterministic, "engine tensor_parallel_size")
 
 
 def check_device(device: str) -> None:

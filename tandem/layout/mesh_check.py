@@ -55,3 +55,12 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
         raise UserError(f"'parallel.expert' is {expert}; this {shapes.architecture} model has no experts: leave it at 1")
     if experts is not None and experts.num_experts % expert:
         raise UserError(f"'parallel.expert' is {expert}, which does not divide the model's {experts.num_experts} experts")
+
+
+def check_engine_ranks(shapes: ModelShapes, size: int, deterministic: bool, name: str) -> None:
+    """Raises ``UserError`` if a model of ``shapes`` cannot be divided between ``size`` tensor-parallel ranks of an engine. ``name``: of the setting."""
+    try:
+        ShardSpec(0, size, deterministic).check(shapes)
+    except ValueError as error:
+        fix = "leave it at 1" if shapes.qk_norm_all_heads else "choose another size"
+        raise UserError(f"{name} is {size}: {error}; {fix}") from None

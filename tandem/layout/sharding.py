@@ -119,7 +119,7 @@ class ShardSpec:
             counts["the experts' intermediate_size"] = shapes.experts.intermediate_size
             counts["the shared experts' intermediate_size"] = shapes.experts.shared_intermediate_size
         if size > 1 and shapes.qk_norm_all_heads:
-            raise ValueError(f"the model's norms of queries and keys are over all heads, which are not divided over {where}; use 1")
+            raise ValueError(f"this {shapes.architecture} model has norms of queries and keys over all heads")
         if shapes.linear_attention is not None:
             counts["linear attention's num_key_heads"] = shapes.linear_attention.num_key_heads
         for name, count in counts.items():

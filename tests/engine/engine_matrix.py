@@ -36,21 +36,23 @@ def start(folders: dict[str, Path], numbers: str, **settings: Any) -> LLM:
     return LLM(folders["awq" if numbers == "awq" else "plain"], **settings)
 
 
-def generate(llm: LLM, keys: list[int] = KEYS) -> Completions:
-    answers = llm.generate([PROMPTS[key] for key in keys], PARAMS, request_keys=keys)
+def generate(llm: LLM, keys: list[int] = KEYS, params: SamplingParams = PARAMS) -> Completions:
+    answers = llm.generate([PROMPTS[key] for key in keys], params, request_keys=keys)
     llm.engine.check_integrity()
     return [answer.outputs for answer in answers]
 
 
-def before_and_after_an_update(llm: LLM, folders: dict[str, Path]) -> tuple[Completions, Completions]:
-    """Returns the completions of ``llm``, equal cold, warm and alone, and after an update during running requests."""
-    cold = generate(llm)
-    assert generate(llm) == cold, "warm"
-    assert [generate(llm, [key])[0] for key in KEYS] == cold, "alone"
+def before_and_after_an_update(
+    llm: LLM, folders: dict[str, Path], alone: list[int] = KEYS, params: SamplingParams = PARAMS
+) -> tuple[Completions, Completions]:
+    """Returns the completions of ``llm``, equal cold, warm and (those of the keys ``alone``) alone, and after an update during running requests."""
+    cold = generate(llm, params=params)
+    assert generate(llm, params=params) == cold, "warm"
+    assert [generate(llm, [key], params)[0] for key in alone] == [cold[key] for key in alone], "alone"
     engine = llm.engine
     assert engine.tokenizer is not None
     for key, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, engine.tokenizer.encode(prompt), PARAMS, key=key)
+        engine.add_request(prompt, engine.tokenizer.encode(prompt), params, key=key)
     for _ in range(12):
         engine.step()
     draft = dict(read_tensors(folders["draft"])) if isinstance(engine._runner.proposer, DraftModel) else None
@@ -58,7 +60,7 @@ def before_and_after_an_update(llm: LLM, folders: dict[str, Path]) -> tuple[Comp
     while engine.has_unfinished_requests:
         engine.step()
         engine.check_integrity()
-    return cold, generate(llm)
+    return cold, generate(llm, params=params)
 
 
 def check(folders: dict[str, Path], numbers: str, ranks: int, cells: list[tuple[int, str, str]]) -> None:

@@ -36,9 +36,9 @@ from tandem.jobs.checks.check_run import (
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import kept_by_joined, plan_of
 from tandem.layout.mesh import describe
+from tandem.layout.mesh_check import check_engine_ranks
 from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.model_config import read_json, read_shapes
 from tandem.model.model_source import found_model
 from tandem.model.quantization.formats import decoded_blocks
@@ -228,12 +228,7 @@ def _check_folder(model: ModelConfig, folder: Path) -> None:
 def check_engine_on_model(engine: EngineArgs, folder: Path, shapes: ModelShapes) -> None:
     """Raises ``UserError`` where the engine's ranks do not divide the model of ``shapes`` in ``folder``, or its draft model or head is missing or belongs to
     another one."""
-    try:
-        ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
-    except ValueError as error:
-        raise UserError(
-            f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
-        ) from None
+    check_engine_ranks(shapes, engine.tensor_parallel_size, engine.deterministic, "'rollout.engine.tensor_parallel_size'")
     check_kv_cache_dtype(shapes, engine.kv_cache_dtype, "'rollout.engine.kv_cache_dtype'")
     speculative = engine.speculative_config
     if speculative is None:
