@@ -74,7 +74,7 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
         if not layout.on_cpu:
             logits = gpu_logits_bytes(int(tokens), -(-shapes.head_rows // parallel.tensor))
     if layout.distinct < 1:
-        # Beside what was saved of all layers the gradients of the last one's attention, or without the last one's those of a whole layer; logits are gone.
+        # Beside what was saved of all layers the gradients of the last one's attention, or without the last one's those of a whole layer; logits are freed.
         in_attention, in_layer = (tokens * bytes_of_token for bytes_of_token in _repeated_backward_bytes(shapes, layout))
         before_last = layout.distinct * tokens * sum(each[:-1])
         working += max(0.0, max(saved + in_attention, before_last + in_layer) - saved - logits)
