@@ -24,7 +24,7 @@ FIRST = {"sequences": 64, "prompt": 512, "new": 16}
 FIRST_BUDGET = 4096
 """Tokens a step of every side there."""
 LLAMA_KINDS = {"int8": "Q8_0", "w4a8": "Q4_K_M"}
-"""By our quantization llama.cpp's of as many bits, with inputs of 8 bits on both sides."""
+"""By our quantization llama.cpp's of as many bits, with inputs of 8 bits on both sides. Its head has 8 and 6 bits, ours only with ``+head``."""
 Part = dict[str, Any]
 
 

@@ -117,7 +117,7 @@ def llama(parts: dict[tuple[str, int], Part]) -> tuple[list[str], list[Row]]:
     rows, promises = [], []
     for (model, threads), part in parts.items():
         ours = [name for name in part["sides"] if not name.startswith("llama")]
-        peers = {name: f"llama.cpp {LLAMA_KINDS.get(name.removeprefix('tandem '), 'Q8_0')}" for name in ours}
+        peers = {name: f"llama.cpp {LLAMA_KINDS.get(name.removeprefix('tandem ').removesuffix('+head'), 'Q8_0')}" for name in ours}
         for batch in ("1", "16"):
             for name, kinds in part["sides"].items():
                 cells = [model, str(threads), batch, name]
