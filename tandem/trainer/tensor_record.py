@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import AroundLayer, LayerFunction
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.runtime.records.tensor_digests import FOLDER, TensorDigests
 from tandem.storage.digests import new_digest
 from tandem.trainer.backend import TrainedReplica
-from tandem.trainer.offload.tensor_file import bytes_view
 from tandem.types import TrainSequence
 
 ALGORITHM = "blake2b_128"

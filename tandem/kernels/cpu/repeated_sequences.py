@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.cpu.repeated_rows import RepeatedRows
 from tandem.kernels.trained_layers import Beginnings
+from tandem.runtime.machine.tensor_bytes import bytes_view
 
 
 class WantedTokens(NamedTuple):
@@ -62,15 +63,16 @@ def _representatives(beginnings: Beginnings, wanted: WantedTokens, grad: Tensor)
     bounds, at = beginnings.cu_seqlens.tolist(), wanted.bounds.tolist()
     # A distinct token is one beginning: sequences that end with it are the same.
     ends = beginnings.rows[beginnings.cu_seqlens[1:].long() - 1].tolist()
-    tokens = None if wanted.tokens is None else wanted.tokens.numpy()
-    values, firsts, same = grad.numpy(), dict[tuple[int, bytes, bytes], int](), list[int]()
+    tokens = None if wanted.tokens is None else wanted.tokens.tolist()
+    grad = grad.contiguous()
+    values, row, firsts, same = bytes_view(grad), grad[:1].nbytes, dict[tuple[int, tuple[int, ...], bytes], int](), list[int]()
     repeated = {end for end, count in Counter(ends).items() if count > 1}
     for number, (end, (first, last)) in enumerate(zip(ends, itertools.pairwise(at), strict=True)):
         if end not in repeated:
             same.append(number)
             continue
-        predicting = b"" if tokens is None else (tokens[first:last] - bounds[number]).tobytes()
-        same.append(firsts.setdefault((end, predicting, values[first:last].tobytes()), number))
+        predicting = () if tokens is None else tuple(token - bounds[number] for token in tokens[first:last])
+        same.append(firsts.setdefault((end, predicting, bytes(values[first * row : last * row])), number))
     return torch.tensor(same)
 
 

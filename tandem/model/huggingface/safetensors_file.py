@@ -4,7 +4,6 @@ The library's writer refuses tensors that share memory, as the rows of a fused m
 (huggingface/safetensors): an 8-byte little-endian length, a JSON header, the tensors' bytes one after another.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.types import UserError
 from tandem.types.dtypes import SAFETENSORS_NAMES
 from tandem.types.input_file import open_input
@@ -88,5 +88,4 @@ def _form(name: str, tensor: Tensor) -> Form:
 
 
 def _write_bytes(file: BinaryIO, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    file.write(bytes_view(tensor))

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.layout.residents import RESIDENTS, Move, Phase, Residency, State
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.storage.digests import best_algorithm, new_digest
 from tandem.trainer.offload.offloader import Offloader, storage_bytes
-from tandem.trainer.offload.tensor_file import bytes_view
 from tandem.types import DamagedOffload
 
 AWAY = (State.MEMORY, State.DISK)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem.model.shared_prompts import SharedPrompts
 from tandem.runtime.collectives.communicator import Communicator
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.trainer.micro_batch import MicroBatch, on_device
-from tandem.trainer.offload.tensor_file import bytes_view
 
 
 def shifted(micro_batch: MicroBatch, ranks: Communicator, places: int, device: torch.device) -> MicroBatch:
@@ -48,7 +48,7 @@ def encode(micro_batch: MicroBatch) -> Tensor:
 
 def decode(content: Tensor, device: torch.device) -> MicroBatch:
     """Returns the micro-batch that ``encode`` made ``content`` of."""
-    data = content.numpy().tobytes()
+    data = bytes(bytes_view(content))
     length = int.from_bytes(data[:8], "little")
     at = 8 + length
 

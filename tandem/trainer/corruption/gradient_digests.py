@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tandem.model.decoder import Decoder
 from tandem.model.head_outputs import HeadOutputs
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.storage.digests import best_algorithm, bytes_digest, new_digest
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.offload.tensor_file import bytes_view
 from tandem.trainer.step import Loss, LossShare
 
 LOSS = "loss"

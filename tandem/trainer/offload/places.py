@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.storage.digests import best_algorithm, new_digest
 from tandem.trainer.offload.host_memory import host_zeros, unpin
-from tandem.trainer.offload.tensor_file import TensorFile, bytes_view
+from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 STAGED_BYTES = 16 << 20

@@ -1,6 +1,5 @@
 """Reads and writes tensors in an unnamed file that is deleted with its process."""
 
-import ctypes
 import errno
 import math
 import mmap
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.types import RunError
 
 
@@ -64,12 +64,6 @@ class TensorFile:
             if not done:
                 raise self._failed(os.strerror(errno.EIO))
             left, at = left[done:], at + done
-
-
-def bytes_view(tensor: Tensor) -> memoryview:
-    """Returns the bytes of the contiguous ``tensor`` in host memory, which must outlive the view. (``Tensor.numpy`` would make its storage impossible to
-    free.)"""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def file_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
