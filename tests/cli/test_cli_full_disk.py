@@ -76,6 +76,7 @@ def test_a_run_that_a_full_disk_ended_goes_on_when_there_is_room(recipe) -> None
     assert (directory / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_tokenizing_and_conversion_in_one_line_and_they_go_on_when_there_is_room(tmp_path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 1024, 3 * 1024))

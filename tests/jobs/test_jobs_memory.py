@@ -26,6 +26,7 @@ def measured(folder: Path, *arguments: str) -> dict[int, tuple[float, list[float
     return {int(stage): (float(predicted), [float(peak) for peak in peaks]) for stage, _, predicted, *peaks, _ in cells}
 
 
+@pytest.mark.full
 def test_peak_of_a_rank_is_within_a_quarter_of_the_prediction_for_a_model_that_is_small_beside_the_process(tmp_path: Path) -> None:
     ((predicted, peaks),) = measured(tmp_path, "--model", "1M", "--stages", "3").values()
     assert len(peaks) == 2 and all(predicted / 1.25 < peak < 1.25 * predicted for peak in peaks), (predicted, peaks)

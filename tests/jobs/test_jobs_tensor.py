@@ -56,6 +56,7 @@ def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_tensor_ranks_have_the_run_of_one_process_which_goes_on_from_their_checkpoint(one: Path, data: Path, tmp_path: Path) -> None:
     fault = ["--run.max_restarts=0", "--fault=rank1:before:train:4"]
     command("train", recipe_in(tmp_path, data), "--parallel.tensor=2", "--trainer.recompute=selective", *fault, status=1)

@@ -20,7 +20,8 @@ def train(run: PodRun, *settings: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_rollout_and_trainer_of_16_bits_agree_bit_for_bit(precision: str, undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     said = train(run, f"--trainer.precision={precision}")

@@ -74,6 +74,7 @@ def test_replay_names_metrics_that_do_not_follow_from_what_was_recorded(undistur
     assert "actor/grad_norm: recorded" in done.stdout and done.stdout.count("recorded ") == 1 + done.stdout.count("from its recorded")
 
 
+@pytest.mark.full
 def test_replay_sees_half_a_nat_added_to_the_recorded_log_probability_of_one_token(undisturbed: PodRun, tmp_path: Path) -> None:
     run = copy_of(undisturbed, tmp_path)
     path = run.directory / "journal.sqlite"
