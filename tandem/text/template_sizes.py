@@ -89,12 +89,10 @@ def _items(value: Any) -> Iterable[Any] | None:
     """Returns what is written of ``value`` in turn; ``None``: it holds nothing."""
     if value is None or isinstance(value, list | tuple):
         return value
-    if isinstance(value, dict):
+    if isinstance(value, dict | Mapping):
         return chain.from_iterable(value.items())
     if isinstance(value, Set | ValuesView):
         return value
-    if isinstance(value, Mapping):
-        return chain.from_iterable(value.items())
     # A namespace of jinja2, which need not be installed, writes its variables.
     return (object.__getattribute__(value, "_Namespace__attrs"),) if type(value).__name__ == "Namespace" and type(value).__module__ == "jinja2.utils" else None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.layout.panels import PANEL_ROWS
 from tandem.layout.shard_offsets import ShardOffsets
+from tandem.runtime.machine.tensor_bytes import bytes_view
 from tandem.weight_transfer.copying import digest_of, looks_equal
 
 DIGESTED_BYTES = 241
@@ -69,7 +70,7 @@ def read_panels(source: int, shape: tuple[int, ...], chosen: ShardOffsets, out: 
         width = min(PANEL_ROWS, rows - first)
         size_bytes = width * columns * out.element_size()
         ctypes.memmove(staged.data_ptr(), source + first * columns * out.element_size(), size_bytes)
-        digest.update((ctypes.c_char * size_bytes).from_address(staged.data_ptr()))
+        digest.update(bytes_view(staged)[:size_bytes])
         begin, end = max(first, chosen.start[0]), min(first + width, chosen.stop[0])
         if begin < end:
             plain = staged[: math.prod((width, columns))].view(columns, width).t()
