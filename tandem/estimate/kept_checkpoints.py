@@ -4,13 +4,14 @@ KEPT = 2
 """Committed checkpoints in memory. A further one may be arriving."""
 KEEPER_BYTES = 24 * 2**20
 """Measured: the process of a keeper that holds nothing, which imports no torch."""
-ARRIVING_BYTES = 96 * 2**20
-"""Measured: what arrives from one rank takes so much beside the files, in the buffers of its connections; no more than two checkpoints of a smaller size."""
+ARRIVING_BYTES = 48 * 2**20
+"""What arrives from one rank takes so much at most beside the files, in the buffers of its connections: two pieces of 16 MiB, each once more by half while its
+buffer grows (measured: 38 to 43 MiB); no more than a checkpoint of a smaller size."""
 
 
 def keeper_bytes(size_bytes: float, ranks: int = 1) -> int:
     """Returns the most bytes of one keeper of which each checkpoint has ``size_bytes``, of so many ``ranks``, those of another node included."""
-    return KEEPER_BYTES + int((KEPT + 1) * size_bytes + min(2 * size_bytes, ranks * ARRIVING_BYTES))
+    return KEEPER_BYTES + int((KEPT + 1) * size_bytes + min(size_bytes, ranks * ARRIVING_BYTES))
 
 
 def keepers_bytes(checkpoint_bytes: int, nodes: int, ranks: int) -> int:
