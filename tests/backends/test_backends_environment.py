@@ -41,6 +41,7 @@ def sidecars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sidecars é"
 
 
+@pytest.mark.full
 def test_an_environment_is_made_once_has_its_own_packages_and_finds_tandem_beside_them(sidecars: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^'trainer.backend' is 'deepspeed'.*tandem sidecar install deepspeed$"):
         python_of("deepspeed")

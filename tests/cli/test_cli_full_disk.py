@@ -65,6 +65,7 @@ def test_a_disk_that_takes_no_more_in_the_middle_of_a_run_ends_it_in_one_line(re
     assert runs == []
 
 
+@pytest.mark.full
 def test_a_run_that_a_full_disk_ended_goes_on_when_there_is_room(recipe) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60 * 1024, 60 * 1024))

@@ -10,7 +10,7 @@ REFERENCE_IS_SLOW = [pytest.param("reference", marks=pytest.mark.full), "auto"]
 """For a test that takes ten seconds with the reference kernels."""
 
 
-def with_kernels(cases: Mapping[str, Settings], *, quick: Collection[str]) -> pytest.MarkDecorator:
+def with_kernels(cases: Mapping[str, Any], *, quick: Collection[str]) -> pytest.MarkDecorator:
     """Returns parameters ``kernels`` and ``settings``: each of ``cases`` with both sets of kernels. With the reference kernels those in ``quick``
     alone are part of every run of the tests, the others are marked ``full``."""
     assert set(quick) <= set(cases), quick

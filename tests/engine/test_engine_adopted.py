@@ -32,7 +32,11 @@ def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pod]:
 
 
 @pytest.mark.parametrize(
-    "pod", [*((kind, PANELS) for kind in TRAITS), ("qwen2", ROWS[0]), ("odd", ROWS[0]), ("qwen3", ROWS[1]), ("mixtral", ROWS[0])],
+    "pod",
+    [
+        *((kind, PANELS) for kind in TRAITS), ("qwen3", ROWS[1]),
+        *(pytest.param((kind, ROWS[0]), marks=pytest.mark.full) for kind in ("qwen2", "odd", "mixtral")),
+    ],
     indirect=True, ids=str,
 )  # fmt: skip
 def test_an_engine_draws_the_same_from_shared_weights_as_from_its_own_version_after_version(pod: Pod) -> None:

@@ -171,7 +171,8 @@ def test_an_adapter_in_use_is_neither_removed_nor_evicted(lora_llm, adapters, tm
         engine.remove_lora("adapter-1")
 
 
-@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_adapters_reach_every_rank(lora_llm, adapters, deterministic) -> None:
     one, asked = lora_llm(), [adapters[0], None, adapters[1], adapters[0]]
     with contextlib.closing(lora_llm(tensor_parallel_size=2, deterministic=deterministic)) as two:

@@ -73,6 +73,7 @@ def test_two_ranks_that_sum_partial_products_are_within_1e_5_of_one(make_folder,
     assert generate(llm) == found, "sums in rank order do not depend on who comes first"
 
 
+@pytest.mark.full
 def test_the_reference_kernels_are_within_1e_5_too(make_folder, make_llm, ranks) -> None:
     found = generate(ranks(make_folder("llama"), kernels="reference"))
     assert distance(found, generate(make_llm("llama", kernels="reference"))) < 1e-5
@@ -85,7 +86,9 @@ SWAPPED = {
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_num_batched_tokens": 17}, {"kv_cache_tokens": 128, "enable_prefix_caching": False}, SWAPPED], ids=str
+    "settings",
+    [{"max_num_batched_tokens": 17}, pytest.param({"kv_cache_tokens": 128, "enable_prefix_caching": False}, marks=pytest.mark.full), SWAPPED],
+    ids=str,
 )
 def test_chunks_copies_and_preemption_reach_every_rank(make_folder, make_llm, ranks, settings) -> None:
     assert generate(ranks(make_folder(), **settings)) == generate(make_llm())
@@ -105,7 +108,7 @@ def uneven(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_shared_key_value_head_an_odd_vocabulary_and_biases(tmp_path, deterministic) -> None:
     folder = uneven(tmp_path / "model")
     with contextlib.closing(start(folder, deterministic=deterministic)) as llm:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import with_kernels
 
 from tandem.engine.core.request import random_key
 from tandem.engine.llm import LLM
@@ -68,12 +69,13 @@ def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float,
     return p / p.sum()
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize(
-    "settings",
-    [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (2.0, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.5, 0, 1.0, 0.1), (1.3, 20, 0.9, 0.02)],
-    ids=["plain", "cold", "top-k", "top-p", "min-p", "all"],
-)
+@with_kernels(
+    {
+        "plain": (1.0, 0, 1.0, 0.0), "cold": (0.7, 0, 1.0, 0.0), "top-k": (2.0, 5, 1.0, 0.0), "top-p": (1.0, 0, 0.8, 0.0), "min-p": (1.5, 0, 1.0, 0.1),
+        "all": (1.3, 20, 0.9, 0.02),
+    },
+    quick=["all"],
+)  # fmt: skip
 def test_first_tokens_follow_the_closed_form(
     make_llm: Callable[..., LLM], settings: tuple[float, int, float, float], kernels: str
 ) -> None:

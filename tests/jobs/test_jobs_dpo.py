@@ -220,6 +220,7 @@ def same_curve(run: Path, undisturbed: Path) -> bool:
     return all(math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=2e-6) for a, b in zip(rows(run), rows(undisturbed), strict=True) for name in names)
 
 
+@pytest.mark.full
 def test_two_data_parallel_ranks_have_the_curve_of_one_process(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     train(load_config(write_recipe(tmp_path, data), ["--parallel.data=2", "--parallel.zero=1"]), progress=False)
     assert same_curve(tmp_path / "run", undisturbed)

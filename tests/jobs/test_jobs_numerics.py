@@ -58,6 +58,7 @@ CHOICES = {
     "bfloat16": ("trainer.dtype=bfloat16",),
     "float64": ("trainer.dtype=float64",),
 }
+SLOW = ("adamw8bit", "bfloat16", "float64")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return rows(begin(data, tmp_path_factory.mktemp("plain")))
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in CHOICES])
 def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice: str, data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     heard = Heard()

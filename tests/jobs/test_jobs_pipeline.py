@@ -168,6 +168,7 @@ def test_a_pipeline_that_cannot_be_is_refused_in_one_line_before_any_work(argume
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_says_which_stages_there_will_be_and_the_bubble(data: Path, tmp_path: Path) -> None:
     status, out, error = run(tmp_path, data, "--parallel.pipeline=2", "--dry-run")
     assert status == 0, error

@@ -349,6 +349,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.full
 def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed / "run", tmp_path / "run")
     newest, before = sorted((run / "checkpoints").glob("step-*"), key=lambda path: -int(path.name.split("-")[1]))
@@ -378,6 +379,7 @@ def test_flipped_bits_of_a_run_on_data_are_noticed_or_change_nothing_that_is_rea
     assert outcome.noticed.total() >= 20
 
 
+@pytest.mark.full
 def test_damage_of_a_start_model_that_a_checkpoint_has_replaced_is_told_and_of_its_config_refused(undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed / "run", tmp_path / "run")
     weights = run / "models" / "initial" / "model.safetensors"

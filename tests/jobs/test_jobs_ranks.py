@@ -118,6 +118,7 @@ def shapes_in(path: Path) -> list[list[int]]:
     return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
 
 
+@pytest.mark.full
 def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
     said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.max_restarts is 0" in said

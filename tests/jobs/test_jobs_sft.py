@@ -172,6 +172,7 @@ def test_model_answers_what_it_was_taught(undisturbed: Path, data: Path) -> None
     assert untaught[0].outputs[0].text != PAIRS[0]["completion"]
 
 
+@pytest.mark.full
 def test_two_data_parallel_ranks_have_the_curve_of_one_process(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     # One held-out example: the second rank has none.
     overrides = ["--parallel.data=2", "--parallel.zero=1", "--run.max_steps=10", "--evaluation.sequences=1"]

@@ -194,6 +194,7 @@ def peak_bytes(*cases: tuple[str, str, int, int, int]) -> list[int]:
     return list(json.loads(done.stdout))
 
 
+@pytest.mark.full
 def test_the_peak_is_predicted_and_far_below_all_logits() -> None:
     size = rows, vocabulary, hidden = 1024, 40_000, 16
     whole, gradients = 4 * rows * vocabulary, 4 * hidden * (rows + vocabulary)

@@ -20,9 +20,9 @@ EXACT = Case(replace(LLAMA, num_hidden_layers=4), "float32", "cpu", deterministi
 INTERLEAVED: Any = ("interleaved", 2)
 ROWS = {
     "tensor 2, sequence": (MeshShape(tensor=2), Draft(replace(UNTIED, sequence=True))),
-    "pipeline 2, tied": (MeshShape(pipeline=2), Draft(TIED)),
 }
 SLOW = {
+    "pipeline 2, tied": (MeshShape(pipeline=2), Draft(TIED)),
     "data 2, zero 2": (MeshShape(data=2), Draft(replace(UNTIED, zero=2))),
     "tensor 2, tied": (MeshShape(tensor=2), Draft(TIED)),
     "tensor 4, own embedding": (MeshShape(tensor=4), Draft(replace(UNTIED, sequence=True), own_embedding=True)),

@@ -54,6 +54,7 @@ def test_a_rank_pages_its_part_of_weights_and_of_gradients_of_several_passes(ran
     check(ranks, MeshShape(data=2), Case(QWEN3_MOE, "float32", "cpu", recompute="full"), 3, 2, tmp_path, ALL)
 
 
+@pytest.mark.full
 def test_files_stand_beside_tensor_expert_and_context_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, FOUR, Case(QWEN3, "float32", "cpu", sequence=True), 3, 2, tmp_path, ALL)
     check(ranks, MeshShape(data=2, expert=2), Case(QWEN3_MOE, "float32", "cpu"), 3, 1, tmp_path, ALL)

@@ -106,6 +106,7 @@ def test_a_pipeline_is_one_process_in_float32(ranks: Ranks, shapes: Any) -> None
     check(found, alone(case, BINS), 1e-6, 0.1 * LEARNING_RATE)
 
 
+@pytest.mark.full
 def test_fewer_micro_batches_than_ranks_and_a_single_one(ranks: Ranks) -> None:
     case = Case(TIED)
     for bins in (BINS[:2], BINS[:1]):
@@ -135,9 +136,9 @@ def test_gradients_of_a_tied_embedding_are_the_same_under_every_schedule_and_on_
 
 PRODUCTS = [
     pytest.param(MeshShape(pipeline=2, data=2), Case(TIED), "1f1b", 1, id="2 x data 2"),
-    pytest.param(MeshShape(pipeline=2, tensor=2), Case(TIED), "1f1b", 1, id="2 x tensor 2"),
+    pytest.param(MeshShape(pipeline=2, tensor=2), Case(TIED), "1f1b", 1, id="2 x tensor 2", marks=pytest.mark.full),
     pytest.param(MeshShape(pipeline=2, tensor=2), Case(UNTIED, sequence=True), "interleaved", 2, id="2 x tensor 2, sequence parallel, interleaved"),
-    pytest.param(MeshShape(pipeline=2, context=2), Case(TIED), "1f1b", 1, id="2 x context 2"),
+    pytest.param(MeshShape(pipeline=2, context=2), Case(TIED), "1f1b", 1, id="2 x context 2", marks=pytest.mark.full),
     pytest.param(MeshShape(pipeline=2, data=2, tensor=2), Case(TIED, sequence=True), "1f1b", 1, id="2 x 2 x 2", marks=pytest.mark.full),
     pytest.param(MeshShape(pipeline=2, tensor=2), Case(HYBRID), "1f1b", 1, id="2 x tensor 2, linear attention", marks=pytest.mark.full),
 ]

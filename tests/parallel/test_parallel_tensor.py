@@ -85,7 +85,8 @@ def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, s
         assert all(torch.equal(rank.logits[i], wanted.logits[i]) and torch.equal(rank.logprobs[i], wanted.logprobs[i]) for i in wanted.logits)
 
 
-@pytest.mark.parametrize(("zero", "recompute"), [pytest.param(0, "none", marks=FULL), pytest.param(1, "selective", marks=FULL), (3, "full")])
+@FULL
+@pytest.mark.parametrize(("zero", "recompute"), [(0, "none"), (1, "selective"), (3, "full")])
 def test_tensor_ranks_times_data_ranks(ranks: Ranks, zero, recompute) -> None:
     case = Case(QWEN3, sequence=True, zero=zero, recompute=recompute)
     check(ranks.run(MeshShape(data=2, tensor=2), trained, case), by_one_process(case))

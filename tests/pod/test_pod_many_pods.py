@@ -254,6 +254,7 @@ def test_pods_without_work_without_cpus_or_inline_are_refused(tmp_path: Path) ->
         open_channels(recipe, tmp_path, True, None)
 
 
+@pytest.mark.full
 def test_two_pods_give_the_bits_of_one(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--pods", "2")

@@ -53,6 +53,7 @@ def assert_learns_as(run: PodRun, alone: PodRun) -> None:
     assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
 
 
+@pytest.mark.full
 def test_pod_of_two_ranks_has_the_curve_of_one_process_and_a_rollout_of_the_same_bits(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--parallel.data=2", "--parallel.zero=1", "--run.max_steps=2")

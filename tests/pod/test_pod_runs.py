@@ -90,6 +90,7 @@ def test_a_mixture_of_experts_is_trained_and_rolled_out_with_the_same_bits(archi
     assert sum(".experts." in name for name in names) == 2 * 4 * 3
 
 
+@pytest.mark.full
 def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")

@@ -62,6 +62,7 @@ def check_flips(run: PodRun, count: int, seed: int) -> None:
     assert outcome.noticed.total() + len(outcome.unnoticed) == count and outcome.noticed.total() > 0.8 * count
 
 
+@pytest.mark.full
 def test_a_flipped_bit_in_any_file_is_noticed_or_changes_nothing_that_is_read(killed: PodRun) -> None:
     check_flips(killed, 25, seed=0)
 

@@ -46,6 +46,7 @@ def address(running: Server) -> tuple[str, int]:
     return host, int(port)
 
 
+@pytest.mark.full
 def test_the_longest_prompt_that_fits_the_context_is_served_in_the_longest_json(shared: Server, llm: LLM) -> None:
     tokenizer = llm.engine.tokenizer
     pieces = sorted((tokenizer.decode([token], skip_special_tokens=False) for token in range(3, 300)), key=lambda text: -len(text.encode()))
@@ -66,6 +67,7 @@ def test_no_text_that_fits_the_context_is_refused_by_its_length(tokenizer_folder
     assert limits.max_text_bytes is not None and len(escaped(text)) - 2 <= 6 * limits.max_text_bytes <= limits.max_body_bytes
 
 
+@pytest.mark.full
 def test_a_prompt_that_is_too_long_for_the_context_is_refused_before_it_is_encoded(capped: Server) -> None:
     before = psutil.Process(capped.process.pid).cpu_times().user
     for body in ({"prompt": "x" * 10_300_000}, {"prompt": [5] * 3_000_000}, {"prompt": [[5] * 600]}):

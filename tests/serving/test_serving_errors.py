@@ -188,6 +188,7 @@ def test_bytes_that_are_no_http_end_the_connection_alone(shared: Server, request
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
 
 
+@pytest.mark.full
 def test_keys_queue_and_half_open_connections(model: Path, tmp_path: Path) -> None:
     arguments = ("--api-key", "open", "--max-waiting", "1", "--max-num-seqs", "1", "--request-timeout", "1")
     with server(model, tmp_path, *arguments) as running:

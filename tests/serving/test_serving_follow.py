@@ -129,6 +129,7 @@ def test_a_request_in_flight_keeps_its_weights_and_the_next_has_the_new_ones(fol
     assert ask(running, 2).json()["weight_versions"] == [[1, 1]]
 
 
+@pytest.mark.full
 def test_damaged_weights_are_not_served_and_a_dead_engine_and_a_resumed_run_are_followed(followed: tuple[FakeRun, Server], three_models: list[Path]) -> None:
     run, running = followed
     run.publish(three_models[1], 1)

@@ -143,6 +143,7 @@ def test_a_lone_surrogate_in_any_field_is_400(shared: Server, path: str, field: 
         assert "lone surrogate" in answered(shared, path, content, surrogates=True).json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_random_values_in_random_fields_never_fail_the_server(fuzzed: Server) -> None:
     fuzz(fuzzed, 200)
 

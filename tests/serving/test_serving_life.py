@@ -178,6 +178,7 @@ def test_an_engine_that_is_killed_is_replaced_and_no_answer_changes(pair: Server
     assert pair.control_get("/weight_checker")["instances_agree"]
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_in_the_middle_of_an_update_comes_back_with_the_new_weights(pair: Server, model: Path) -> None:
     restarts = pair.metric("tandem:engine_restarts_total")
     pair.control("/start_weight_update", {"version": [3, 1]})

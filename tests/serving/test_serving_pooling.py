@@ -215,6 +215,7 @@ def test_classes_have_the_name_of_the_likeliest_label(model: Path, tmp_path: Pat
         assert posted(running, "/invocations", input=TEXTS)["data"] == data
 
 
+@pytest.mark.full
 def test_an_engine_that_is_killed_is_replaced_and_the_embeddings_come(embedder: Path, tmp_path: Path, wanted: list[list[float]]) -> None:
     import os
     import signal

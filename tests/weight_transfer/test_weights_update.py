@@ -214,6 +214,7 @@ def test_of_racing_incarnations_the_newest_wins_and_none_goes_back(tmp_path):
     store.close()
 
 
+@pytest.mark.full
 def test_a_reader_beside_a_writer_that_never_waits_sees_whole_versions_only(pod):
     buffers, store = pod
     reader = WeightReader(store)
