@@ -17,7 +17,7 @@ from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.targets import announced, check_folder
-from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
+from tandem.runtime.machine.heap import give_back_large_memory, use_one_arena
 from tandem.runtime.process.tasks import end_tasks
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -78,7 +78,8 @@ def run_server(settings: ServerSettings) -> int:
         setup_beside_terminal("server", settings.log_folder, f"server-{listener.getsockname()[1]}")
     if settings.traces is not None:
         metrics.registry.register(SentSpans())
-    with listener, large_memory_given_back(), _announced(settings, listener), exporting(settings.traces):
+    give_back_large_memory()
+    with listener, _announced(settings, listener), exporting(settings.traces):
         return asyncio.run(_serve(state, listener))
 
 

@@ -17,7 +17,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.rl.algorithms.loss import make_policy_loss
-from tandem.runtime.machine.heap import give_back, large_memory_given_back
+from tandem.runtime.machine.heap import give_back, give_back_large_memory
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.step import predict
@@ -49,24 +49,24 @@ def resident(name: str) -> int:
 def main() -> None:
     layers, *sizes = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    with large_memory_given_back():
-        model, batch = Decoder(shapes_of(layers), select("cpu")), sequences(*sizes)
-        initialise(model, 0)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        micro_batch = collate(batch, model.dtype, finds_beginnings=model.computes_beginnings_once)
-        loss = make_policy_loss(AlgorithmConfig(kl_coef=0.0), counts_of(batch), 1.0)
+    give_back_large_memory()
+    model, batch = Decoder(shapes_of(layers), select("cpu")), sequences(*sizes)
+    initialise(model, 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    micro_batch = collate(batch, model.dtype, finds_beginnings=model.computes_beginnings_once)
+    loss = make_policy_loss(AlgorithmConfig(kl_coef=0.0), counts_of(batch), 1.0)
 
-        def update() -> None:
-            loss(predict(model, micro_batch, 1.0), micro_batch).loss.backward()
+    def update() -> None:
+        loss(predict(model, micro_batch, 1.0), micro_batch).loss.backward()
 
-        # The first one brings what is there once: threads, tables, workspace.
-        update()
-        gc.collect()
-        give_back()
-        before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        update()
+    # The first one brings what is there once: threads, tables, workspace.
+    update()
+    gc.collect()
+    give_back()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    update()
     distinct = 0 if micro_batch.beginnings is None else len(micro_batch.beginnings.first)
     print(json.dumps({"peak": resident("VmHWM") - before, "tokens": len(micro_batch.tokens), "distinct": distinct}))
 

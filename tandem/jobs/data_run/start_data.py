@@ -45,7 +45,7 @@ from tandem.runtime.health.node_watch import NodeWatch
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
-from tandem.runtime.machine.heap import freed_memory_kept, give_back, large_memory_given_back
+from tandem.runtime.machine.heap import freed_memory_kept, give_back, give_back_large_memory
 from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
@@ -174,7 +174,10 @@ def opened_run(
         )  # fmt: skip
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
-        stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
+        if is_alone:
+            stack.enter_context(freed_memory_kept())
+        else:
+            give_back_large_memory()
         data = open_data(recipe, directory, start, journal)
         for note in data.notes if ranks.is_first else ():
             callback.message(note)

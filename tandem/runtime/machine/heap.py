@@ -51,15 +51,13 @@ def small_steps_keep_memory() -> None:
             mallopt(name, value)
 
 
-@contextlib.contextmanager
-def large_memory_given_back() -> Iterator[None]:
+def give_back_large_memory() -> None:
     """Makes glibc return freed memory of 1 MiB and more to the system, from here on, instead of keeping and fragmenting it: for processes where
-    size matters more than speed."""
+    size matters more than speed. Does nothing without glibc."""
     mallopt = _mallopt()
     if mallopt is not None:
         # glibc does not adapt a threshold that was set.
         mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-    yield
 
 
 def use_one_arena() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tandem.estimate.kept_checkpoints import KEPT
 from tandem.runtime.machine.available_memory import available_bytes
-from tandem.runtime.machine.heap import large_memory_given_back
+from tandem.runtime.machine.heap import give_back_large_memory
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker import serve
 from tandem.runtime.records.logs import log_uncaught
@@ -175,8 +175,8 @@ def main(node: str, channel: int) -> None:
         return {}, {}
 
     # Each piece arrives in a thread of its own, whose arena would keep the piece's freed memory.
-    with large_memory_given_back():
-        serve({"begin": begin, "drop_after": drop_after, "forget": forget}, channel)
+    give_back_large_memory()
+    serve({"begin": begin, "drop_after": drop_after, "forget": forget}, channel)
 
 
 if __name__ == "__main__":
