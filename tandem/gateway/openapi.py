@@ -8,6 +8,7 @@ from typing import Any
 
 import tandem
 from tandem.gateway.inference_request import INFERENCE_PATHS
+from tandem.serving.errors import is_anthropic
 
 READ_PATHS = ("/liveness", "/readiness", "/health", "/startup", "/version", "/metrics", "/openapi.json", "/v1/models", "/", "/admin")
 """What is answered to GET, without parameters."""
@@ -21,6 +22,13 @@ _ERROR = {
         "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}},
     }},
 }  # fmt: skip
+_ANTHROPIC_ERROR = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"}, "request_id": {"type": "string"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": {"type": "string"}, "message": {"type": "string"}}},
+    },
+}  # fmt: skip
 _REASONS = {
     400: "The request is not right.", 401: "The key is missing, wrong or expired.", 403: "The key does not allow it.", 404: "There is no such thing.",
     405: "The path is answered to another method.", 408: "The request did not arrive in time.", 409: "No backend can go on with the stream.",
@@ -33,17 +41,18 @@ _OF_INFERENCE = (400, 401, 403, 404, 405, 408, 409, 413, 429, 500, 502, 503, 504
 @functools.cache
 def description() -> dict[str, Any]:
     """Returns the description as a JSON object."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     anything = {"application/json": {"schema": {"type": "object"}}}
 
-    def answers(*statuses: int, of_200: dict[str, Any] = anything) -> dict[str, Any]:
-        refused = {str(status): {"description": _REASONS[status], "content": error} for status in statuses}
+    def answers(*statuses: int, of_200: dict[str, Any] = anything, error: str = "Error") -> dict[str, Any]:
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
+        refused = {str(status): {"description": _REASONS[status], "content": content} for status in statuses}
         return {"200": {"description": "The answer.", "content": of_200}, **refused}
 
     paths: dict[str, Any] = {}
     body = {"required": True, "content": {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}}
-    passed = answers(*_OF_INFERENCE, of_200={**anything, "text/event-stream": {"schema": {"type": "string"}}})
+    streams = {**anything, "text/event-stream": {"schema": {"type": "string"}}}
     for path in INFERENCE_PATHS:
+        passed = answers(*_OF_INFERENCE, of_200=streams, error="AnthropicError" if is_anthropic(path) else "Error")
         headers = [_header("Idempotency-Key", 256), _header("X-Session-Id"), _header("X-Request-Id")]
         paths[path] = {"post": {"operationId": f"post{path.replace('/', '_')}", "requestBody": body, "parameters": headers, "responses": passed}}
     for path in READ_PATHS:
@@ -62,7 +71,7 @@ def description() -> dict[str, Any]:
         paths[f"/admin/api/{action}"] = {"post": {"operationId": f"admin_{action}", "requestBody": content, "responses": administration}}
     return {
         "openapi": "3.1.0", "info": {"title": "Tandem gateway", "version": tandem.__version__}, "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }  # fmt: skip
 
 

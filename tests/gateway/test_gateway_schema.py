@@ -46,12 +46,16 @@ def test_schemathesis_finds_nothing_in_the_gateway(described: tuple[Gateway, str
 def test_the_description_names_every_path_and_other_methods_are_405(described: tuple[Gateway, str]) -> None:
     running, key = described
     headers = {"Authorization": f"Bearer {key}"}
-    paths = running.get("/openapi.json").json()["paths"]
+    said = running.get("/openapi.json").json()
+    paths, schemas = said["paths"], said["components"]["schemas"]
     for path, methods in paths.items():
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
             answer = running.client.request(method, running.url + path.replace("{model}", "m"), json={}, headers=headers)
             assert (answer.status_code == 405) == (method.lower() not in methods), (method, path, answer.status_code)
             if answer.status_code == 405:
                 assert set(answer.headers["allow"].lower().split(", ")) - {"head"} == set(methods)
-                error, form = answer.json()["error"], {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
-                assert set(error) == form
+                form = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+                assert set(answer.json()["error"]) == form
+                [described_by] = {of["responses"]["405"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] for of in methods.values()}
+                schema = schemas[described_by]
+                assert set(schema["properties"]["error"]["required"]) == form and set(schema["required"]) <= set(answer.json()) <= set(schema["properties"])
