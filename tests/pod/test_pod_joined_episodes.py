@@ -126,7 +126,7 @@ def test_the_next_life_of_a_pod_has_the_weights_that_are_not_trained(machines: M
 def test_a_function_that_a_pod_does_not_have_is_said_and_the_run_goes_on_without_it(machines: Machines) -> None:
     recipe = with_functions(machines.run.parent, "agent.yaml", "tandem.examples.calculator_agent:answer", "agent:answer")
     machines.recipe = recipe
-    machines.run.environment = {"PYTHONPATH": f"{recipe.parent}:{os.environ['PYTHONPATH']}"}
+    machines.run.environment = {"PYTHONPATH": os.pathsep.join([str(recipe.parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
     pod, train = machines.pod("a"), machines.train()
     done = finish(train)
     assert done.returncode == 0, done.stdout + done.stderr
