@@ -18,7 +18,7 @@ from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
 from tandem.gateway.resume import Delivered, Repetition
 from tandem.gateway.traced import RequestTrace
 from tandem.gateway.usage import Meter
-from tandem.serving.errors import ApiError, anthropic_error
+from tandem.serving.errors import ApiError, anthropic_error, is_anthropic
 
 CLIENT_LEFT = 499
 """Counted as the status of an answer whose client has left; none is ever sent with it."""
@@ -106,7 +106,7 @@ class Exchange:
         if self.request.path not in NAMED_PATHS:
             return b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE
         about = {"type": "error", "message": error.message, "code": error.code, "param": None}
-        body = anthropic_error(error, self.request.id) if self.request.path == "/v1/messages" else about
+        body = anthropic_error(error, self.request.id) if is_anthropic(self.request.path) else about
         return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
 
     def count_output(self, tokens: int) -> None:

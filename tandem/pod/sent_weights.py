@@ -90,7 +90,8 @@ class KeptWeights:
         with _named(begun):
             if whole.exists():
                 whole.replace(begun)
-            begun.touch()
+            if not begun.exists():
+                begun.touch()
             held = begun.stat().st_size
             if not len(part) and held < size_bytes:
                 _check_free(begun, size_bytes - held)

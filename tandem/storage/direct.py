@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tandem.storage.reserved_space import reserve
+
 BLOCK_BYTES = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -20,8 +22,7 @@ def write_new(path: Path, chunks: Iterable[memoryview], size: int) -> None:
     byte is written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)
+        reserve(descriptor, size)
         is_direct = _set_direct(descriptor, True)
         for chunk in chunks:
             while chunk:

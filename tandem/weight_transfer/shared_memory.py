@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tandem.runtime.rpc.calls import PeerDied
+from tandem.storage.reserved_space import reserve
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
@@ -96,7 +97,7 @@ class Segment:
         except OSError as error:
             raise RunError(f"shared memory in {folder} cannot be created: {error.strerror}") from None
         try:
-            os.posix_fallocate(file, 0, file_bytes(size_bytes))
+            reserve(file, file_bytes(size_bytes))
             label = f"tandem-{pod_id}-{os.getpid()}-{name}-{file}-{os.fstat(file).st_ino}"
             assert _NAME.fullmatch(label), f"pod id '{pod_id}' and name '{name}' are not valid in a segment's name"
             made = cls(label, file, size_bytes, writable=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.machine.tensor_bytes import bytes_view
+from tandem.storage.reserved_space import reserve
 from tandem.types import RunError
 
 
@@ -38,7 +39,7 @@ class TensorFile:
         """Allocates the file up to ``size`` bytes; new bytes are 0."""
         if size > self.size:
             try:
-                os.posix_fallocate(self.descriptor, 0, size)
+                reserve(self.descriptor, size)
             except OSError as error:
                 raise self._failed(str(error.strerror)) from None
             self.size = size

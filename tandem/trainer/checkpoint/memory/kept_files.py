@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.storage.folder_manifest import replace_file
+from tandem.storage.reserved_space import reserve
 from tandem.trainer.checkpoint.format.commit import MARKER, discard, sweep
 from tandem.types import RunError
 
@@ -71,8 +72,7 @@ class KeptFiles:
             path.unlink(missing_ok=True)
             with path.open("x+b") as file:
                 # Room for all of it now: a page that a full file system cannot give would end this process later.
-                if size:
-                    os.posix_fallocate(file.fileno(), 0, size)
+                reserve(file.fileno(), size)
         except OSError as error:
             raise RunError(f"'{path}' of {size / 2**20:,.0f} MiB cannot be made: {error.strerror or error}") from None
         return _mapped(path)
