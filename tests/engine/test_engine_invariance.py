@@ -146,9 +146,15 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
 }
 
 
-def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, **settings: Any) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("speculation", SPECULATION)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("chunk", [16, 23, 64])
+def test_every_combination_draws_the_same_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, chunk: int, memory: str, speculation: str
+) -> None:
     """Cold, warm, and after a weight update during running requests, in one engine."""
-    llm = make_llm(kernels=kernels, **settings)
+    llm = make_llm(kernels=kernels, max_num_batched_tokens=chunk, **MEMORY[memory], speculative_config=SPECULATION[speculation])
     expected = generate(make_llm(kernels=kernels))
     assert generate(llm) == expected
     assert generate(llm, keys=list(range(len(PROMPTS)))) == expected
@@ -158,24 +164,13 @@ def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., P
     for _ in range(15):
         llm.engine.step()
     new = dict(read_tensors(make_folder("qwen3", 1)))
-    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative_config") or {}).get("method") == "draft" else None)
+    llm.update_weights(new, WeightVersion(0, 1), new if speculation == "draft" else None)
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
         llm.engine.check_integrity()
     updated = generate(llm, keys=list(range(len(PROMPTS))))
     fresh = make_llm(weights=1, kernels=kernels, weight_version=WeightVersion(0, 1))
     assert updated == generate(fresh)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("speculation", SPECULATION)
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("chunk", [16, 64])
-def test_every_combination_draws_the_same_bits(
-    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, chunk: int, memory: str, speculation: str
-) -> None:
-    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative_config": SPECULATION[speculation]}
-    check_combination(make_llm, make_folder, kernels, **settings)
 
 
 def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM]) -> None:
