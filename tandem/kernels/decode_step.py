@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PackedWeight, SampledRows
-from tandem.kernels.dense_layers import DenseProgram
+from tandem.kernels.dense_layers import DenseProgram, LayerInputs
 from tandem.kernels.quantized import PackedQuantized
 
 
@@ -54,9 +54,10 @@ class DecodeProgram(Protocol):
     most_rows: int
     """With more rows the calls that it saves cost nothing beside the arithmetic, and its working memory would be large."""
 
-    def run(self, caches: Sequence[KVLayer], index: Tensor) -> SampledRows:
+    def run(self, caches: Sequence[KVLayer], index: Tensor, states: LayerInputs | None = None) -> SampledRows:
         """Draws the next token of each of the rows ``index[R]``, writing keys and values to ``caches``. The state of the rows is not changed. The bits are
-        those of the kernels called one by one, and of ``Kernels.sample_rows`` with the random numbers of ``engine.sample.random_numbers``."""
+        those of the kernels called one by one, and of ``Kernels.sample_rows`` with the random numbers of ``engine.sample.random_numbers``. ``states``: receives
+        what its layers read; of no layers, what is after the last norm [R, H]."""
         ...
 
 

@@ -55,15 +55,24 @@ class DenseLayer(NamedTuple):
         return self.qkv.weight.columns
 
 
+class LayerInputs(NamedTuple):
+    """Receives the inputs of ``layers``, counted from 0, side by side: ``to[T, len(layers) * H]``, dense fp32."""
+
+    layers: tuple[int, ...]
+    to: Tensor
+
+
 class DenseProgram(Protocol):
     """All layers of a decoder, prepared once and then run in one call a step."""
 
     most_tokens: int
     """With more tokens the calls that it saves cost nothing beside the arithmetic, and its working memory would be large."""
 
-    def run(self, residual: Tensor, positions: Tensor, caches: Sequence[KVLayer], batch: PagedBatch, wanted: Tensor | None) -> Tensor:
+    def run(
+        self, residual: Tensor, positions: Tensor, caches: Sequence[KVLayer], batch: PagedBatch, wanted: Tensor | None, inputs: LayerInputs | None = None
+    ) -> Tensor:
         """Computes ``residual[T, H]``, which it overwrites, at ``positions[T]`` -> [T, H] after the decoder's last norm, or [W, H] of the rows ``wanted[W]``;
-        keys and values are written to ``caches``. The bits are those of the kernels called one by one. No gradient."""
+        keys and values are written to ``caches``, and what layers read to ``inputs``. The bits are those of the kernels called one by one. No gradient."""
         ...
 
 

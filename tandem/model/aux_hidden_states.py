@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from tandem.kernels.dense_layers import LayerInputs
+
 
 class AuxHiddenStates:
     """Receives the inputs of ``layers`` in a forward pass, as vLLM counts them: j is the residual stream [T, H] that layer j reads. Each is kept as often as
@@ -15,6 +17,13 @@ class AuxHiddenStates:
         """Keeps the input of ``layer``, which is the residual stream with the output ``x`` of the layer before it, if it was asked for."""
         if layer in self.layers:
             self._by_layer[layer] = residual if x is None else x + residual
+
+    def inputs_of(self, residual: Tensor) -> LayerInputs:
+        """Returns what receives them from a program of all layers that begins with ``residual[T, H]``."""
+        tokens, hidden = residual.shape
+        inputs = LayerInputs(self.layers, residual.new_empty(tokens, len(self.layers) * hidden))
+        self._by_layer.update(zip(self.layers, inputs.to.split(hidden, dim=1), strict=True))
+        return inputs
 
     @property
     def states(self) -> list[Tensor]:

@@ -82,12 +82,14 @@ class Decoder(DecoderWeights):
         with torch.no_grad():
             if self._packed is None:
                 return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora, span, received, aux)
-            has_more = router_logits is not None or lora is not None or span is not None or aux is not None
+            has_more = router_logits is not None or lora is not None or span is not None
             if isinstance(attention, PagedContext) and not has_more:
                 program = self.dense_program()
                 if program is not None and len(tokens) <= program.most_tokens:
                     caches = cast("Sequence[KVLayer]", attention.caches)
-                    return program.run(self._embed(tokens, self._collectives), positions, caches, attention.batch, attention.wanted)
+                    residual = self._embed(tokens, self._collectives)
+                    inputs = None if aux is None else aux.inputs_of(residual)
+                    return program.run(residual, positions, caches, attention.batch, attention.wanted, inputs)
             return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora, span, received, aux)
 
     @property

@@ -35,7 +35,7 @@ def completions(folder: Path, extra: dict[str, Any], **settings: Any) -> list[An
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each step that was one call."""
     counted, run = list[int](), CpuDecodeProgram.run
-    monkeypatch.setattr(CpuDecodeProgram, "run", lambda program, caches, index: counted.append(len(index)) or run(program, caches, index))
+    monkeypatch.setattr(CpuDecodeProgram, "run", lambda program, caches, index, *states: counted.append(len(index)) or run(program, caches, index, *states))
     return counted
 
 

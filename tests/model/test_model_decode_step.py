@@ -10,7 +10,9 @@ from tandem.engine.executor.model_input import decode_input
 from tandem.engine.executor.row_tensors import RowTensors
 from tandem.kernels import BLOCK_TOKENS, Kernels, SampledRows, empty_cache, select
 from tandem.kernels.api import KVLayer
+from tandem.kernels.dense_layers import LayerInputs
 from tandem.model.attention import PagedContext
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.model.quantization.scheme import scheme_named
@@ -75,6 +77,33 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts_one_by_one(name: str, thre
         tokens.append(own.tokens)
     assert all(torch.equal(a, b) for mine, theirs in zip(own_cache, expected_cache, strict=True) for a, b in zip(mine[:2], theirs[:2], strict=True))
     assert len(torch.cat(tokens).unique()) > 10, "tokens that are all alike would say nothing"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_in_one_call_keeps_what_its_layers_and_its_head_read(name: str, threads: int, cpu_kernels: Kernels) -> None:
+    """Of 3 rows no thread has some of its own."""
+    alone, program = packed(MODELS[name], OneByOne(cpu_kernels)), packed(MODELS[name], cpu_kernels)
+    torch.set_num_threads(threads)
+    for count, layers in ((ROWS, (1, 0)), (3, (1,)), (ROWS, (0, 1, 0)), (ROWS, ()), (3, ())):
+        rows, index, aux = rows_in_use(), torch.randperm(ROWS, generator=torch.Generator().manual_seed(count))[:count], AuxHiddenStates(layers)
+        batch = decode_input(rows, index, rows.block_tables.shape[1])
+        hidden = alone(batch.tokens, batch.positions, PagedContext(batch.paged, cache_of(alone), None), aux=aux)
+        expected = torch.cat(aux.states, dim=1) if layers else hidden
+        decoding = program.decode_program(rows.decode_rows)
+        assert decoding is not None
+        states = LayerInputs(layers, torch.full(expected.shape, torch.nan))
+        decoding.run(cache_of(program), index, states)
+        assert torch.equal(states.to, expected) and expected.std() > 0.05
+
+
+def test_states_that_no_step_can_write_are_refused() -> None:
+    decoder, rows = packed(QWEN3, select("cpu")), rows_in_use()
+    program = decoder.decode_program(rows.decode_rows)
+    assert program is not None
+    for layers, shape in (((0,), (2, 48)), ((0,), (3, 96)), ((2,), (3, 48)), ((-1,), (3, 48)), ((), (3, 96))):
+        with pytest.raises(ValueError, match=r"the inputs of the layers .* of 2"):
+            program.run(cache_of(decoder), torch.arange(3), LayerInputs(layers, torch.empty(shape)))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4", "w4a8", "nf4", "bf16"])

@@ -13,6 +13,7 @@ from tandem.kernels import Kernels, PagedBatch, empty_cache, select
 from tandem.layout.expert_shapes import ExpertShapes
 from tandem.model import decoder as decoder_module
 from tandem.model.attention import PagedContext
+from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 
@@ -41,6 +42,30 @@ def test_all_layers_in_one_call_have_the_bits_of_the_kernels_one_by_one(
         assert torch.equal(ours.isnan(), logits.isnan())
         assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
     assert logits.nan_to_num().std() > 0.1, "logits that are all alike would say nothing"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", DENSE)
+def test_what_layers_read_is_kept_with_the_bits_of_the_kernels_one_by_one(
+    name: str, threads: int, cpu_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders = packed(DENSE[name], OneByOne(cpu_kernels)), packed(DENSE[name], cpu_kernels)
+    shapes, starts, blocks = DENSE[name], torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32), [-(-length // 16) for length in LENGTHS]
+    owner = torch.cat([torch.full((length,), s) for s, length in enumerate(LENGTHS)])
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    tables = (torch.arange(max(blocks)) + max(blocks) * torch.arange(len(LENGTHS)).unsqueeze(1)).to(torch.int32)
+    batch = PagedBatch(starts, torch.tensor(LENGTHS, dtype=torch.int32), tables, tables[owner, positions // 16].long() * 16 + positions % 16, owner)
+    tokens = torch.randint(0, 67, (len(owner),), generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(threads)
+    for wanted in (None, torch.tensor([90, 0, 17])):
+        kept = []
+        for decoder in decoders:
+            caches = empty_cache((tables.numel(), shapes.num_key_value_heads, shapes.head_dim), 2, torch.float32, torch.device("cpu"))
+            aux = AuxHiddenStates((1, 0))
+            kept.append([decoder(tokens, positions, PagedContext(batch, caches, wanted), aux=aux), *aux.states])
+            monkeypatch.setattr(decoder_module, "run_layer", None)
+        monkeypatch.undo()
+        assert all(map(torch.equal, *kept)) and [len(states) for states in kept[0]] == [len(owner if wanted is None else wanted), len(owner), len(owner)]
 
 
 def test_a_step_of_many_tokens_has_the_bits_of_the_kernels_one_by_one(

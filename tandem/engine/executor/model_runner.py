@@ -30,6 +30,7 @@ from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.engine.spec_decode.state_proposer import StateProposer
 from tandem.kernels.api import BLOCK_TOKENS, CacheLayer, KVLayer, SampledRows
+from tandem.kernels.dense_layers import LayerInputs
 from tandem.model.aux_hidden_states import AuxHiddenStates
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
@@ -76,7 +77,7 @@ class ModelRunner:
         self._selected: SelectedRows | None = None
         self._last: tuple[SelectedRows, ModelInput] | None = None
         self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
-        self._decode_rows = None if ranks is not None or batch.is_mirrored or self._reader is not None else batch.host.decode_rows
+        self._decode_rows = None if ranks is not None or batch.is_mirrored else batch.host.decode_rows
         batch.use_recorder(decoder.kernels)
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -94,14 +95,14 @@ class ModelRunner:
             return InFlightStep(output)
         drafts = self._propose_drafts(output)
         selected = self._select(output)
+        reader, keeps = self._reader, self._reader is not None and self._reader.keeps(len(output.decode_rows))
         if not (output.prefills or drafts or self.batch.needs_host):
-            sampled = self._decode_at_once(selected)
-            if sampled is not None:
+            decoded = self._decode_at_once(selected, keeps)
+            if decoded is not None:
                 self._last, self._uniforms = None, (None, [])
-                return InFlightStep(output, selected, *to_host(sampled))
+                return InFlightStep(output, selected, *to_host(decoded[0]), states=decoded[1])
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
-        reader, keeps = self._reader, self._reader is not None and self._reader.keeps(len(output.decode_rows))
         aux = AuxHiddenStates(reader.head.state_layers) if reader is not None and reader.head.state_layers and (keeps or output.prefills) else None
         needs_all = scores or (bool(output.prefills) and reader is not None and aux is None)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), needs_all, aux)
@@ -134,8 +135,7 @@ class ModelRunner:
             verified = self._verify(step, selected, ended, stopped)
             self._restore_states(step, verified)
             return verified
-        count = len(step.output.decode_rows)
-        positions = (self.batch.host.length.index_select(0, selected.index[:count]) - 1).tolist()
+        positions = [length - 1 for length in self.batch.host.lengths_of(selected.rows[: len(step.output.decode_rows)])]
         verified = self._verify(step, selected, ended, stopped)
         self._restore_states(step, verified)
         self._reader.keep(selected, positions, step.states, step.drafts or [], verified)
@@ -177,14 +177,19 @@ class ModelRunner:
                 self._state_copies.append(BlockCopy(self._draft_rows[at + accepted[row]], row))
             at += len(draft)
 
-    def _decode_at_once(self, selected: SelectedRows) -> SampledRows | None:
-        """Draws the next token of each selected row by a graph, or by one call of the kernels; ``None`` where there is neither."""
+    def _decode_at_once(self, selected: SelectedRows, keeps_states: bool) -> tuple[SampledRows, Tensor | None] | None:
+        """Draws the next token of each selected row by a graph, or by one call of the kernels; ``None`` where there is neither. ``keeps_states``: returns the
+        states [R, W] that the draft head reads too."""
         if self.graphs is not None:
-            return self.graphs.run(selected.device_index, self.batch.width(selected.index))
+            return self.graphs.run(selected.device_index, self.batch.width(selected.index)), None
         program = None if self._decode_rows is None else self.decoder.decode_program(self._decode_rows)
         if program is None or len(selected.rows) > program.most_rows:
             return None
-        return program.run(cast("list[KVLayer]", self.caches), selected.index)
+        states = None
+        if keeps_states and self._reader is not None:
+            layers = self._reader.head.state_layers
+            states = LayerInputs(layers, torch.empty(len(selected.rows), max(1, len(layers)) * self.decoder.shapes.hidden_size, dtype=torch.float32))
+        return program.run(cast("list[KVLayer]", self.caches), selected.index, states), None if states is None else states.to
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""

@@ -1,6 +1,7 @@
 """The part of the input batch that a step reads on its device: one row per sequence, one tensor per property."""
 
 from collections.abc import Sequence as Series
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class RowTensors:
         self._numbers = torch.zeros(3, rows, dtype=torch.float32, device=device)
         self.last_token, self.length, self.random_key, self.top_k = self._integers
         self.temperature, self.top_p, self.min_p = self._numbers
+        self._lengths = (c_int64 * rows).from_address(self.length.data_ptr()) if device.type == "cpu" else None
         self.block_tables = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         if scratch_block is not None:
             self.top_p[self.padding] = 1.0
@@ -39,6 +41,11 @@ class RowTensors:
         """The state as the kernels' decoding step reads it."""
         numbers = self.temperature, self.top_p, self.min_p
         return DecodeRows(self.last_token, self.length, self.random_key, self.top_k, *numbers, self.block_tables)
+
+    def lengths_of(self, rows: Series[int]) -> list[int]:
+        """Returns the lengths of ``rows``, which are in host memory. Between two steps each operation of torch takes longer than all rows do here."""
+        assert self._lengths is not None
+        return [self._lengths[row] for row in rows]
 
     def fill(self, index: Tensor, integers: Tensor, numbers: Tensor) -> None:
         """Sets the rows ``index[R]`` to ``integers[4, R]`` int64 (last token, length, random key, top-k) and ``numbers[3, R]`` fp32

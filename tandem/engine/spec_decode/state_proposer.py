@@ -93,7 +93,7 @@ class StateProposer:
             for row in chunk.rows:
                 if row in self._batch.speculating:
                     self._batch.speculating[row].unread_states = unread = UnreadStates()
-                    unread.add(end - 1, last)
+                    unread.add(end - 1, last, 0, 1)
         if shifted:
             self._compute(prefill_input(tuple(shifted), self._device), self.head.combined(torch.cat(read)))
 
@@ -107,15 +107,15 @@ class StateProposer:
         accepted = {output.row: output.num_accepted for output in verified}
         at = 0
         for i, position in enumerate(positions):
-            sequence, fed = selected.sequences[i], 1 + (len(drafts[i]) if drafts else 0)
+            sequence = selected.sequences[i]
             if sequence.request.draft_tokens:
                 sequence.unread_states = sequence.unread_states or UnreadStates()
-                sequence.unread_states.add(position, states[at : at + 1 + accepted.get(selected.rows[i], 0)])
-            at += fed
+                sequence.unread_states.add(position, states, at, 1 + accepted.get(selected.rows[i], 0))
+            at += 1 + (len(drafts[i]) if drafts else 0)
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
-        lengths = [int(length) for length in self._batch.host.length[[sequence.row for sequence in sequences]]]
+        lengths = self._batch.host.lengths_of([sequence.row for sequence in sequences])
         # Without the state before the last token, as after a step whose states were not kept, it has nothing to start from.
         at = [i for i, s in enumerate(sequences) if s.unread_states is not None and s.unread_states.holds(lengths[i] - 2)]
         if not at:

@@ -25,38 +25,59 @@ class Span(NamedTuple):
         return self.first + len(self.states)
 
 
+class _Kept(NamedTuple):
+    """The ``size`` rows of ``states`` from row ``at`` on: those of the positions from ``first`` on."""
+
+    first: int
+    states: Tensor
+    at: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.size
+
+    @property
+    def rows(self) -> Tensor:
+        return self.states[self.at : self.at + self.size]
+
+
 @dataclass(slots=True)
 class UnreadStates:
-    """The states of one sequence, in ``spans`` of ascending positions; ``end``: the position after the last one that was added."""
+    """The ``count`` states of one sequence, by ascending positions; ``end``: the position after the last one that was added. Rows of the states of whole steps
+    are cut out when they are read: a step that proposes nothing does nothing in torch for each sequence."""
 
-    spans: list[Span] = field(default_factory=list)
+    kept: list[_Kept] = field(default_factory=list)
     end: int = 0
+    count: int = 0
 
-    def add(self, position: int, states: Tensor) -> None:
-        """Adds ``states[T, W]`` of the positions from ``position`` on. Those before it are dropped if it does not follow them, and the oldest beyond
-        ``MOST_UNREAD``: what the head does not read is missing, or of another sequence, in its cache, which affects acceptance alone."""
+    def add(self, position: int, states: Tensor, at: int, count: int) -> None:
+        """Adds ``states[at : at + count, W]`` of the positions from ``position`` on. Those before it are dropped if it does not follow them, and the oldest
+        beyond ``MOST_UNREAD``: what the head does not read is missing, or of another sequence, in its cache, which affects acceptance alone."""
         if position != self.end:
-            self.spans = []
-        self.spans.append(Span(position, states))
-        self.end = position + len(states)
-        while len(self.spans) > 1 and sum(len(span.states) for span in self.spans) > MOST_UNREAD:
-            del self.spans[0]
+            self.kept, self.count = [], 0
+        self.kept.append(_Kept(position, states, at, count))
+        self.end, self.count = position + count, self.count + count
+        while self.count > MOST_UNREAD and len(self.kept) > 1:
+            self.count -= self.kept.pop(0).size
 
     def holds(self, position: int) -> bool:
         """Returns whether the newest state is that of ``position``, and has not been read."""
-        return bool(self.spans) and self.spans[-1].end == self.end == position + 1
+        return bool(self.kept) and self.kept[-1].end == self.end == position + 1
 
     def take(self) -> list[Span]:
         """Returns the newest states, those of the last step and ``MOST_READ`` before it, as spans with gaps between them, and keeps the others."""
-        taken, left = [self.spans.pop()], MOST_READ
-        while self.spans and left:
-            span = self.spans.pop()
-            if len(span.states) > left:
-                self.spans.append(Span(span.first, span.states[:-left]))
-                span = Span(span.end - left, span.states[-left:])
-            left -= len(span.states)
-            if span.end == taken[0].first:
-                taken[0] = Span(span.first, torch.cat((span.states, taken[0].states)))
+        newest, left = self.kept.pop(), MOST_READ
+        taken = [[newest]]
+        while self.kept and left:
+            kept = self.kept.pop()
+            if kept.size > left:
+                self.kept.append(kept._replace(size=kept.size - left))
+                kept = _Kept(kept.end - left, kept.states, kept.at + kept.size - left, left)
+            left -= kept.size
+            if kept.end == taken[0][0].first:
+                taken[0].insert(0, kept)
             else:
-                taken.insert(0, span)
-        return taken
+                taken.insert(0, [kept])
+        self.count -= sum(kept.size for span in taken for kept in span)
+        return [Span(span[0].first, torch.cat([kept.rows for kept in span]) if len(span) > 1 else span[0].rows) for span in taken]

@@ -10,7 +10,7 @@ from tandem.kernels.api import KVLayer, PackedWeight, SampledRows
 from tandem.kernels.cpu.dense_matrix import Matrix, described, has_format
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.decode_step import DecodeEnds, DecodeRows, DrawnRows
-from tandem.kernels.dense_layers import DenseProduct
+from tandem.kernels.dense_layers import DenseProduct, LayerInputs
 
 if TYPE_CHECKING:
     from tandem.kernels.cpu.dense_program import CpuDenseProgram
@@ -52,11 +52,14 @@ class CpuDecodeProgram:
         self._at = addressof(self._ends), addressof(self._rows)
         self.most_rows = min(layers.most_tokens, _WORKING_BYTES // (4 * (vocabulary + 2 * hidden)))
 
-    def run(self, caches: Sequence[KVLayer], index: Tensor) -> SampledRows:
+    def run(self, caches: Sequence[KVLayer], index: Tensor, states: LayerInputs | None = None) -> SampledRows:
         count = len(index)
         # What the process may have set as its defaults, as modules of transformers do, is no part of the layout.
         tokens, raw, sampling = (empty(count, dtype=dtype, device="cpu") for dtype in (int64, float32, float32))
-        code = self._call(*self._layers.at(caches), *self._at, index.data_ptr(), count, tokens.data_ptr(), raw.data_ptr(), sampling.data_ptr())
+        code = self._call(
+            *self._layers.at(caches), *self._at, index.data_ptr(), count, tokens.data_ptr(), raw.data_ptr(), sampling.data_ptr(),
+            *self._layers.kept(states, count),
+        )  # fmt: skip
         if code:
             if code == 1:
                 raise IndexError(f"a decoding step's row is not one of {self._rows.rows}, or has no token, or more than its block table holds")

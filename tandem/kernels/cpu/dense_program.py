@@ -1,7 +1,7 @@
 """The program of dense layers (``kernels.dense_layers``): its description for ``dense_layers.cpp``, and the call."""
 
 from collections.abc import Iterator, Sequence
-from ctypes import Structure, addressof, c_float, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
 
 from torch import Tensor, float32, int64
 
@@ -12,7 +12,7 @@ from tandem.kernels.cpu.decode_step import CpuDecodeProgram, is_decodable
 from tandem.kernels.cpu.dense_matrix import Matrix, described, has_format
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.decode_step import DecodeEnds, DecodeRows
-from tandem.kernels.dense_layers import DenseLayer, DenseProduct
+from tandem.kernels.dense_layers import DenseLayer, DenseProduct, LayerInputs
 
 FP32, BF16, BF16_ROUNDED = range(3)
 """The precision of products, as in dense_layers.cpp."""
@@ -49,8 +49,12 @@ class CpuDenseProgram:
         self._at = addressof(self._layers), len(layers), addressof(self._caches), precision
         self._norm = norm.data_ptr()
         self._known: tuple[object, ...] = ()
+        self._hidden = layers[0].hidden_size
+        self._kept: dict[tuple[int, ...], Array[c_int64]] = {}
 
-    def run(self, residual: Tensor, positions: Tensor, caches: Sequence[KVLayer], batch: PagedBatch, wanted: Tensor | None) -> Tensor:
+    def run(
+        self, residual: Tensor, positions: Tensor, caches: Sequence[KVLayer], batch: PagedBatch, wanted: Tensor | None, inputs: LayerInputs | None = None
+    ) -> Tensor:
         tokens, hidden = residual.shape
         residual, positions, slots = dense(residual), indices(positions, int64), indices(batch.slots, int64)
         starts, lengths, tables = batch_indices(batch)
@@ -64,7 +68,7 @@ class CpuDenseProgram:
         at_wanted = (0, -1) if wanted is None else (wanted.data_ptr(), len(wanted))
         code = self._call(
             *self._at, tokens, positions.data_ptr(), slots.data_ptr(), starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(), *tables.shape, *at_wanted,
-            self._norm, residual.data_ptr(), out.data_ptr(),
+            self._norm, residual.data_ptr(), out.data_ptr(), *self.kept(inputs, tokens),
         )  # fmt: skip
         if code:
             self.raise_for(code, len(caches[0].keys))
@@ -82,6 +86,17 @@ class CpuDenseProgram:
         """Returns the first arguments of calls that compute all layers over ``caches``: layers and their number, caches, precision, the last norm."""
         self._use(caches)
         return *self._at, self._norm
+
+    def kept(self, inputs: LayerInputs | None, tokens: int) -> tuple[int, int, int]:
+        """Returns the last arguments of calls that keep the ``inputs`` of layers: those layers and their number, and where they are kept."""
+        if inputs is None:
+            return 0, 0, 0
+        layers, to = inputs
+        if to.shape != (tokens, max(1, len(layers)) * self._hidden) or not _is_dense(to) or any(not 0 <= layer < len(self._heads) for layer in layers):
+            raise shape_error(f"the inputs of the layers {layers} of {len(self._heads)}", to, f"[{tokens}, {max(1, len(layers)) * self._hidden}]")
+        if layers not in self._kept:
+            self._kept[layers] = (c_int64 * len(layers))(*layers)
+        return addressof(self._kept[layers]), len(layers), to.data_ptr()
 
     def raise_for(self, code: int, blocks: int) -> None:
         """Raises what a ``code`` from 10 on of ``tandem_dense_layers`` means, with caches of ``blocks`` blocks."""

@@ -92,8 +92,9 @@ struct StepRows {
 
 class Ends final : public RowWork {
  public:
-  Ends(const DecodeEnds& ends, const StepRows& rows, float* residual, float* hidden, float* logits, int64_t* tokens, float* raw, float* sampling)
-      : ends_(ends), rows_(rows), residual_(residual), hidden_(hidden), logits_(logits), tokens_(tokens), raw_(raw), sampling_(sampling) {}
+  // `kept` [rows, width] receives what the head reads, before it is multiplied; null where it is not kept.
+  Ends(const DecodeEnds& ends, const StepRows& rows, float* residual, float* hidden, float* logits, int64_t* tokens, float* raw, float* sampling, float* kept)
+      : ends_(ends), rows_(rows), residual_(residual), hidden_(hidden), logits_(logits), tokens_(tokens), raw_(raw), sampling_(sampling), kept_(kept) {}
 
   bool draws_apart() const { return bytes_of(ends_.head, precision()) <= HEAD_BYTES_IN_CACHE; }
 
@@ -112,7 +113,11 @@ class Ends final : public RowWork {
     return 0;
   }
 
-  int after(int64_t first, int64_t rows) const override { return draws_apart() ? draw(first, rows) : 0; }
+  int after(int64_t first, int64_t rows) const override {
+    const int64_t width = ends_.head.columns;
+    if (kept_) std::copy_n(hidden_ + first * width, rows * width, kept_ + first * width);
+    return draws_apart() ? draw(first, rows) : 0;
+  }
 
   int draw(int64_t first, int64_t rows) const {
     const int64_t width = ends_.head.columns, vocabulary = ends_.head.rows;
@@ -133,7 +138,7 @@ class Ends final : public RowWork {
   const StepRows& rows_;
   float *residual_, *hidden_, *logits_;
   int64_t* tokens_;
-  float *raw_, *sampling_;
+  float *raw_, *sampling_, *kept_;
 };
 
 }  // namespace
@@ -141,20 +146,22 @@ class Ends final : public RowWork {
 extern "C" {
 
 // Computes the next token of each of the rows index[count]: tokens[count], and its log-probabilities as tandem_sample gives them. Returns 0, 1 for a row that is
-// not there or has no token, 2 for a token that is not in the vocabulary, or a code of tandem_dense_layers from 10 on.
+// not there or has no token, 2 for a token that is not in the vocabulary, or a code of tandem_dense_layers from 10 on. `kept` (null: nothing) receives the inputs
+// of `kept_count` layers as in LayerInputs, or, of none, what is after the last norm.
 int tandem_decode_step(const DenseLayer* layers, int64_t layer_count, const DenseCache* caches, int precision, const float* norm, const DecodeEnds* ends,
-                       const DecodeRows* state, const int64_t* index, int64_t count, int64_t* tokens, float* raw, float* sampling) {
+                       const DecodeRows* state, const int64_t* index, int64_t count, int64_t* tokens, float* raw, float* sampling,
+                       const int64_t* kept_layers, int64_t kept_count, float* kept) {
   return or_out_of_memory([&] {
     StepRows rows;
     if (const int code = rows.read(*state, index, count)) return code;
     thread_local Scratch memory;
     const int64_t width = ends->head.columns;
     float *residual = memory.floats(count * (2 * width + ends->head.rows)), *hidden = residual + count * width;
-    const Ends work(*ends, rows, residual, hidden, hidden + count * width, tokens, raw, sampling);
+    const Ends work(*ends, rows, residual, hidden, hidden + count * width, tokens, raw, sampling, kept_count ? nullptr : kept);
     const DenseModel model = {layers, layer_count, caches, precision, norm};
     const FlatBatch batch = rows.batch();
     int code = 0;
-    const auto run = [&] { code = run_dense_layers(model, batch, residual, hidden, &work); };
+    const auto run = [&] { code = run_dense_layers(model, batch, {kept_layers, kept_count, kept}, residual, hidden, &work); };
     // A quantized head shares its loops by OpenMP.
     if (ends->head.format == PACKED)
       in_team(model, batch, run);

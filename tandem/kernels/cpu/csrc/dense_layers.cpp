@@ -91,6 +91,21 @@ int run_layer(const DenseLayer& layer, const DenseCache& cache, const FlatBatch&
   return 0;
 }
 
+// Keeps the input of a layer: the residual stream with what the layer before it has computed, if there is one (null).
+void keep_input(const LayerInputs& inputs, int64_t layer, const float* x, const float* residual, int64_t rows, int64_t width) {
+  for (int64_t place = 0; place < inputs.count; ++place) {
+    if (inputs.layers[place] != layer) continue;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * width;
+      float* to = inputs.to + (row * inputs.count + place) * width;
+      if (x)
+        each_vector(width, [&](int64_t i, int n) { put(to + i, add(get(x + at + i, n), get(residual + at + i, n)), n); });
+      else
+        std::copy_n(residual + at, width, to);
+    }
+  }
+}
+
 // The floats of one token's row in each part of `Working`, in whole cache lines.
 struct Widths {
   int64_t hidden, qkv, attended;
@@ -110,7 +125,7 @@ struct Widths {
 constexpr int64_t ROWS_OF_A_PART = 4, BYTES_IN_CACHE = 32 << 20;
 
 // Computes all layers of `batch`, and the final norm of the wanted rows to the rows `places` of `out`, or of all to its rows in order where `places` is null.
-int run_layers(const DenseModel& model, const FlatBatch& batch, const int64_t* places, float* residual, float* out) {
+int run_layers(const DenseModel& model, const FlatBatch& batch, const LayerInputs& inputs, const int64_t* places, float* residual, float* out) {
   thread_local Scratch memory;
   const Widths each(model.layers, model.count);
   float* at = memory.floats(batch.tokens * each.all());
@@ -121,8 +136,10 @@ int run_layers(const DenseModel& model, const FlatBatch& batch, const int64_t* p
   for (float** own : {&rows.q, &rows.attended}) *own = take(each.attended);
   rows.zeros = reinterpret_cast<int64_t*>(at);
   std::fill_n(rows.zeros, batch.tokens, 0);
-  for (int64_t i = 0; i < model.count; ++i)
+  for (int64_t i = 0; i < model.count; ++i) {
+    keep_input(inputs, i, i ? rows.x : nullptr, rows.residual, batch.tokens, model.layers->output.rows);
     if (const int code = run_layer(model.layers[i], model.caches[i], batch, model.precision, i == 0, i + 1 == model.count, rows)) return code;
+  }
   const DenseLayer& last = model.layers[model.count - 1];
   const int64_t width = last.output.rows, count = batch.wanted_count >= 0 ? batch.wanted_count : batch.tokens;
   float* to = places ? rows.normed : out;
@@ -169,11 +186,12 @@ void in_team(const DenseModel& model, const FlatBatch& batch, const std::functio
     call();
 }
 
-int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work) {
+int run_dense_layers(const DenseModel& model, const FlatBatch& batch, const LayerInputs& inputs, float* residual, float* out, const RowWork* work) {
   const int64_t hidden = model.layers->output.rows;
   const auto run = [&](const FlatBatch& own, int64_t first, const int64_t* places, float* to) {
     int code = work ? work->before(first, own.tokens) : 0;
-    if (code == 0) code = run_layers(model, own, places, residual + first * hidden, to);
+    const LayerInputs own_inputs = {inputs.layers, inputs.count, inputs.to + first * inputs.count * hidden};
+    if (code == 0) code = run_layers(model, own, own_inputs, places, residual + first * hidden, to);
     return code == 0 && work ? work->after(first, own.tokens) : code;
   };
   const std::vector<int64_t> bounds = parts_of(model, batch);
@@ -196,18 +214,19 @@ int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* res
 extern "C" {
 
 // out = the norm of the residual stream behind `count` layers, of the wanted rows in their order, or of all with a count below 0. residual[tokens, hidden] is
-// the stream before them, and overwritten. Returns 0, 1 where a wanted row is none of the tokens or there are more of them, or the code
+// the stream before them, and overwritten. The inputs of `kept_count` layers are kept as in LayerInputs. Returns 0, 1 where a wanted row is none of the tokens or there are more of them, or the code
 // of tandem_rope_to_cache plus 10, or of tandem_paged_attention plus 20.
 int tandem_dense_layers(const DenseLayer* layers, int64_t count, const DenseCache* caches, int precision, int64_t tokens, const int64_t* positions,
                         const int64_t* slots, const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
-                        int64_t table_width, const int64_t* wanted, int64_t wanted_count, const float* norm, float* residual, float* out) {
+                        int64_t table_width, const int64_t* wanted, int64_t wanted_count, const float* norm, float* residual, float* out,
+                        const int64_t* kept_layers, int64_t kept_count, float* kept) {
   return or_out_of_memory([&] {
     for (int64_t i = 0; i < wanted_count; ++i)
       if (wanted_count > tokens || wanted[i] < 0 || wanted[i] >= tokens) return 1;
     const FlatBatch batch = {tokens, positions, slots, query_start, context_lens, block_tables, sequences, table_width, wanted, wanted_count};
     const DenseModel model = {layers, count, caches, precision, norm};
     int code = 0;
-    in_team(model, batch, [&] { code = run_dense_layers(model, batch, residual, out, nullptr); });
+    in_team(model, batch, [&] { code = run_dense_layers(model, batch, {kept_layers, kept_count, kept}, residual, out, nullptr); });
     return code;
   });
 }

@@ -16,6 +16,13 @@ struct DenseModel {
   const float* norm;
 };
 
+// Where the inputs of the layers `layers[count]` of all tokens are kept, side by side: to[tokens, count * hidden].
+struct LayerInputs {
+  const int64_t* layers;
+  int64_t count;
+  float* to;
+};
+
 // What a step computes of the rows `first` to `first + rows` of its batch before and after all layers, called by the thread that computes those. Both return
 // 0, or a code with which the step ends.
 class RowWork {
@@ -31,4 +38,4 @@ class RowWork {
 void in_team(const DenseModel& model, const FlatBatch& batch, const std::function<void()>& call);
 
 // As tandem_dense_layers, which says what it returns. With `work` all rows are wanted.
-int run_dense_layers(const DenseModel& model, const FlatBatch& batch, float* residual, float* out, const RowWork* work);
+int run_dense_layers(const DenseModel& model, const FlatBatch& batch, const LayerInputs& inputs, float* residual, float* out, const RowWork* work);
