@@ -225,7 +225,7 @@ class ModelRunner:
         count = len(output.decode_rows)
         if drafts:
             index, host = selected.index[:count], self.batch.host
-            fed, lengths = host.last_token[index].tolist(), host.length[index].tolist()
+            fed, lengths = host.last_token[index].tolist(), host.lengths_of(selected.rows[:count])
             spans = [[token, *draft] for token, draft in zip(fed, drafts, strict=True)]
             model_input = span_input(rows, index, spans, [length - 1 for length in lengths], self._draft_rows)
         else:

@@ -37,7 +37,7 @@ class DraftModel:
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         input_batch = self._batch
-        lengths = [int(length) for length in input_batch.host.length[[s.row for s in sequences]]]
+        lengths = input_batch.host.lengths_of([sequence.row for sequence in sequences])
         for sequence, length in zip(sequences, lengths, strict=True):
             # Keys and values of rejected draft tokens are recomputed.
             sequence.draft_computed = min(sequence.draft_computed, length - 1)

@@ -92,8 +92,9 @@ class CpuDenseProgram:
         if inputs is None:
             return 0, 0, 0
         layers, to = inputs
-        if to.shape != (tokens, max(1, len(layers)) * self._hidden) or not _is_dense(to) or any(not 0 <= layer < len(self._heads) for layer in layers):
-            raise shape_error(f"the inputs of the layers {layers} of {len(self._heads)}", to, f"[{tokens}, {max(1, len(layers)) * self._hidden}]")
+        width = max(1, len(layers)) * self._hidden
+        if to.shape != (tokens, width) or not _is_dense(to) or any(not 0 <= layer < len(self._heads) for layer in layers):
+            raise shape_error(f"the inputs of the layers {layers} of {len(self._heads)}", to, f"[{tokens}, {width}]")
         if layers not in self._kept:
             self._kept[layers] = (c_int64 * len(layers))(*layers)
         return addressof(self._kept[layers]), len(layers), to.data_ptr()
