@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from tandem.backends.megatron.dist_process import Task
 from tandem.backends.megatron.groups import connect
 from tandem.backends.megatron.model_check import missing_block
-from tandem.backends.megatron.network import build_gpt, named_biases, transformer_config
+from tandem.backends.megatron.network import build_gpt, keep_biases, named_biases, transformer_config
 from tandem.backends.megatron.parts import parts_of
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.parameters import parameters
@@ -49,7 +49,9 @@ class WholeModel:
         ranks = alone("cpu")
         connect(ranks, dist.HashStore(), TIMEOUT_S)
         self.shapes, self.dtype = shapes, dtype
-        self.network = build_gpt(shapes, transformer_config(shapes, ranks, dtype, ParallelConfig()))
+        # Norms are made in fp32. Training has them in the dtype of the other weights, and routers' biases in fp32.
+        self.network = build_gpt(shapes, transformer_config(shapes, ranks, dtype, ParallelConfig())).to(dtype)
+        keep_biases([self.network])
         self._parameters: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
         self._parameters |= named_biases([self.network])
         self._parts = parts_of(shapes, MegatronMesh(), MegatronRank(0, 0, 0))

@@ -154,9 +154,7 @@ def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, par
     stages: list[int | None] = [None] if parallel.virtual_stages == 1 else list(range(parallel.virtual_stages))
     networks = [build_gpt(shapes, config, stage).to(ranks.device) for stage in stages]
     data_parallel = [DistributedDataParallel(config, settings, Float16Module(config, each) if config.bf16 else each) for each in networks]
-    for module in (part for each in networks for part in each.modules() if hasattr(part, "_maintain_float32_expert_bias")):
-        # ``Float16Module`` rounds it, and Megatron keeps it in fp32 from the first pass on.
-        module._maintain_float32_expert_bias()
+    keep_biases(networks)
 
     def finalize(model: Any, num_tokens: Any = None, *arguments: Any, **options: Any) -> None:
         # Without the number of tokens, which the loss has divided by already.
@@ -194,6 +192,12 @@ def named_parameters(network: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     for stage, each in enumerate(network):
         for name, parameter in gpt_of(each).named_parameters():
             yield stage_name(name, stage, len(network)), parameter
+
+
+def keep_biases(networks: Sequence[Any]) -> None:
+    """Returns to fp32 the biases with which routers choose experts, which a cast of a network rounds and Megatron keeps in fp32 from the first pass on."""
+    for module in (part for each in networks for part in each.modules() if hasattr(part, "_maintain_float32_expert_bias")):
+        module._maintain_float32_expert_bias()
 
 
 def named_biases(network: Sequence[Any]) -> Iterator[tuple[str, Any]]:
