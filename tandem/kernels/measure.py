@@ -1,8 +1,9 @@
 """Measures matrix products and copies on this machine: in the process of a rank (``measure``), or in one of its own, which reads what to measure from standard
-input and writes the answer as JSON."""
+input and writes the answer as JSON, or is killed by ``SIGALRM`` where it takes longer than it may."""
 
 import json
 import mmap
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -111,6 +112,8 @@ def main() -> None:
     torch.set_num_threads(asked["threads"])
     device, dtype = torch.device(asked["device"]), getattr(torch, asked["dtype"])
     kernels = in_precision(select(asked["kernels"], dtype, device), asked["precision"], device)
+    # From here on: the kernels may just have been compiled, for minutes.
+    signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
     print(json.dumps(measure(kernels, asked["products"], dtype, device)._asdict()))
 
 

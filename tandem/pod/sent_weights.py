@@ -6,7 +6,6 @@ The controller sends a file in parts, from where an earlier transfer ended, and 
 import functools
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.storage.digests import CHUNK_BYTES, best_algorithm, new_digest
+from tandem.storage.disk_space import free_bytes
 from tandem.types import RunError
 from tandem.types.wire import Buffer, Frame
 
@@ -124,8 +124,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _check_free(path: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if free < needed_bytes:
+    if (free := free_bytes(path.parent)) < needed_bytes:
         raise RunError(
             f"the weights that are not trained need {needed_bytes:,} bytes more and the disk of '{path.parent}' has {free:,} free; choose another --folder"
         )

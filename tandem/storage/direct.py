@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tandem.storage.reserved_space import reserve
+from tandem.storage.disk_space import reserve
 
 BLOCK_BYTES = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)

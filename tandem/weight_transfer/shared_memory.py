@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tandem.runtime.rpc.calls import PeerDied
-from tandem.storage.reserved_space import reserve
+from tandem.storage.disk_space import free_bytes, reserve
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
@@ -376,9 +376,3 @@ def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
             f"this run needs {size_bytes / 2**20:,.1f} MiB of shared memory for its weights and {folder} has {free / 2**20:,.1f} MiB free; make {folder} "
             "larger (in a container: --shm-size) or free what is in it"
         )
-
-
-def free_bytes(folder: Path = FOLDER) -> int:
-    """Returns the bytes that are free in ``folder``."""
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize

@@ -14,6 +14,7 @@ from package_data import make_datasets
 from pretrain_recipe import write_recipe
 
 from tandem.config.recipe import load_config
+from tandem.jobs.checks import check_run
 from tandem.jobs.start import resume, train
 from tandem.kernels import select
 from tandem.kernels.mixed import dot_products
@@ -149,8 +150,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
     assert "no other value of its keys is enough, so take a smaller model" in refused("machine.memory_gib=0.0015")
     # fp32 weights, gradients and two moments of 0.1M elements are few megabytes beside the activations of so many tokens.
     assert "set trainer.micro_batch_tokens to " in refused("machine.memory_gib=0.5", "trainer.micro_batch_tokens=200000", "data.global_batch_size=2000")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))
+    monkeypatch.setattr(check_run, "free_bytes", lambda folder: 2**23 if folder.is_relative_to(tmp_path) else 2**10)
     assert "lower checkpoint.keep or set run.directory" in refused("checkpoint.keep=50")
     assert "'trainer.offload_folder'" in refused("trainer.offload=nvme", "trainer.offload_folder=/proc", "checkpoint.keep=1")
 

@@ -14,6 +14,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.estimate.processes import TRAINING_PROCESS_BYTES
+from tandem.jobs.checks import check_run
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.start import resume
 from tandem.model.huggingface.model_config import read_shapes
@@ -75,8 +76,7 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     with folder_without_weights(recipe.model.create) as folder:
         weights = weight_bytes(read_shapes(folder), "float32") / 2**20
     assert 6 * weights < 1 + int(told.split()[1].replace(",", "")) < 1 + 7 * weights
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**20 if Path(folder).name == "away" else 2**50))
+    monkeypatch.setattr(check_run, "free_bytes", lambda folder: 2**20 if folder.name == "away" else 2**50)
     (tmp_path / "away").mkdir()
     with pytest.raises(RunError, match=r"make room, or name another 'trainer\.offload_folder'"):
         lines(*large, *PAGED, away)

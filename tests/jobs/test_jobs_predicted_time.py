@@ -1,8 +1,10 @@
 """The measured speed of the machine, from which a dry run predicts the time of a run."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tandem.config.machine import MachineConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.estimate.prompt_beginnings import Prompts
 from tandem.estimate.time import Product, Speed
-from tandem.jobs.checks import predicted_time
+from tandem.jobs.checks import measured_speed, predicted_time
 from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.jobs.checks.predicted_time import RLSeconds, describe_rl_time
 from tandem.jobs.prediction import rl_prediction
@@ -32,6 +34,19 @@ def test_products_are_measured_and_large_ones_in_proportion() -> None:
 def test_a_dtype_that_torch_does_not_have_is_named() -> None:
     with pytest.raises(UserError, match="floatx"):
         measure([Product(1, 1, 1)], "floatx", "cpu", MachineConfig(threads=1))
+
+
+def test_products_that_take_too_long_are_said_and_the_time_of_compiling_the_kernels_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = [Product(4, 8, 16)]
+    monkeypatch.setattr(measured_speed, "LIMIT_S", 0.001)
+    with pytest.raises(UserError, match=r"^matrix products of the model took more than 0 s$"):
+        measure(product, "float32", "cpu", MachineConfig(threads=1))
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nsleep 6\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(measured_speed, "LIMIT_S", 5.0)
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert measure(product, "float32", "cpu", MachineConfig(threads=1), environment).seconds[product[0]] > 0
 
 
 def test_a_dry_run_says_that_drafts_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

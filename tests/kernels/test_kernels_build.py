@@ -3,7 +3,11 @@
 import ctypes
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -66,10 +70,12 @@ def test_a_damaged_library_is_built_again(small_source: Path, tmp_path: Path, da
     assert answer(path) == 42
 
 
-def test_builders_at_the_same_time_do_not_disturb_each_other(small_source: Path, tmp_path: Path) -> None:
-    found: list[Path] = []
+def test_of_builders_at_the_same_time_one_compiles_and_the_others_wait(small_source: Path, tmp_path: Path) -> None:
+    compiler, found = tmp_path / "compiler", list[Path]()
+    compiler.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path / "calls"}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
     builders = [
-        threading.Thread(target=lambda: found.append(build.built_library("g++", tmp_path / "cache"))) for _ in range(3)
+        threading.Thread(target=lambda: found.append(build.built_library(str(compiler), tmp_path / "cache"))) for _ in range(3)
     ]
     for builder in builders:
         builder.start()
@@ -79,6 +85,27 @@ def test_builders_at_the_same_time_do_not_disturb_each_other(small_source: Path,
     assert len(set(found)) == 1
     assert build.is_intact(found[0])
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [found[0].name]
+    assert sum("answer.cpp" in call for call in (tmp_path / "calls").read_text().splitlines()) == 1
+
+
+def test_a_builder_that_is_killed_keeps_no_other_waiting(small_source: Path, tmp_path: Path) -> None:
+    waits = tmp_path / "compiler"
+    waits.write_text('#!/bin/sh\ncase "$*" in *answer.cpp*) sleep 600;; esac\nexec g++ "$@"\n')
+    waits.chmod(0o755)
+    cache = tmp_path / "cache"
+    code = (
+        "import sys; from pathlib import Path; from tandem.kernels.cpu import build; "
+        "build.SOURCES = Path(sys.argv[1]); build.built_library(sys.argv[2], Path(sys.argv[3]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, small_source, waits, cache], start_new_session=True) as killed:
+        try:
+            ends = time.monotonic() + 60
+            while not any(cache.glob("building-*")):
+                assert time.monotonic() < ends
+                time.sleep(0.05)
+        finally:
+            os.killpg(killed.pid, signal.SIGKILL)
+    assert answer(build.built_library("g++", cache)) == 42
 
 
 def test_no_compiler_is_one_clear_line(tmp_path: Path) -> None:

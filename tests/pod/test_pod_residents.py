@@ -1,7 +1,6 @@
 """Plans of a pod's residents in whole runs: the same bits under each, every move in the journal, and what faults during a move do."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,12 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import saved_bytes_on_disk
+from tandem.jobs.checks import check_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.layout.residents import Residency
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
+from tandem.pod.residents import plan as residents_plan
 from tandem.runtime.records.journal import Journal
 from tandem.types import RunError
 
@@ -83,7 +84,6 @@ def test_a_move_to_the_memory_that_the_state_is_in_moves_nothing_and_the_dry_run
 def test_disk_without_room_for_residents_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = tmp_path / "away"
     away.mkdir()
-    usage = shutil.disk_usage(tmp_path)
 
     def checked(*overrides: str) -> list[str]:
         settings = ("residents.plan=offload", f"run.directory={tmp_path}", *overrides)
@@ -93,7 +93,8 @@ def test_disk_without_room_for_residents_is_refused_before_the_run(tmp_path: Pat
 
     assert any(line.startswith("of them offloaded: ") for line in checked())
     assert any(line.endswith(f"MiB in '{away}'") for line in checked(f"trainer.offload_folder={away}"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**20 if Path(folder) == away else 2**50))
+    for module in (residents_plan, check_run):
+        monkeypatch.setattr(module, "free_bytes", lambda folder: 2**20 if folder == away else 2**50)
     checked()
     with pytest.raises(RunError, match=r"GiB of disk and may take 0.00 GiB, .*what would fit: \d.\d\d GiB of disk \(residents.disk_gib\)"):
         checked(f"trainer.offload_folder={away}")

@@ -192,7 +192,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(name: str, digest: str, t
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_sent(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.pod.sent_weights.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr("tandem.pod.sent_weights.free_bytes", lambda folder: 1000)
     pod = FakePod(tmp_path / "pod")
     with pytest.raises(RunError, match=r"need 8,388,685 bytes more and the disk of '.*base' has 1,000 free; choose another --folder"):
         send(pod, base)

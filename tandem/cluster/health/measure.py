@@ -1,7 +1,6 @@
 """The measurements of the preflight on one node. Each is of the node alone; ``preflight`` measures what is between nodes."""
 
 import os
-import shutil
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from tandem.runtime.health.node_report import NodeReport, own_versions
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import DRIVER, probe, visible_gpus
 from tandem.runtime.machine.nvidia_health import parse_xids, read_kernel_log, read_smi
+from tandem.storage.disk_space import free_bytes
 from tandem.types import RunError, UserError
 
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ def measure_node(node: str, machine: MachineConfig, folder: Path | None = None) 
     written = attempt("disk", lambda: _written_bytes_per_s(folder), 0.0)
     if written:
         speeds["disk"] = written
-    free = {"disk": attempt("disk", lambda: shutil.disk_usage(folder).free, 0), "memory": available_bytes(0)}
+    free = {"disk": attempt("disk", lambda: free_bytes(folder), 0), "memory": available_bytes(0)}
     free["shm"] = attempt("shm", _free_shm, 0)
     return NodeReport(node, versions, devices, speeds, free, failed=failed)
 
@@ -116,4 +116,4 @@ def _free_shm() -> int:
         # A mount that is full or read-only has no place for one page.
         file.write(bytes(4096))
         file.flush()
-        return shutil.disk_usage(_SHM).free
+        return free_bytes(_SHM)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tandem.model.quantization.formats import read_format
 from tandem.model_registry.open import open_registry
 from tandem.runtime.machine.gpus import Device
 from tandem.runtime.process.processes import available_cores
+from tandem.storage.disk_space import free_bytes
 from tandem.storage.files import open_storage
 from tandem.storage.reachable import check_reachable
 from tandem.types import RunError, UserError
@@ -90,9 +90,7 @@ def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> Non
 
 def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:
     """Raises ``RunError`` where the disk of ``directory``, which need not exist yet, has fewer than ``needed`` bytes free."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    total, _, free = shutil.disk_usage(existing)
-    if total and free < needed:
+    if (free := free_bytes(directory)) < needed:
         raise RunError(f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; {fix}")
 
 

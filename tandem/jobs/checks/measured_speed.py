@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -11,7 +12,8 @@ from tandem.estimate.time import Product, Speed
 from tandem.runtime.process.processes import threads_of
 from tandem.types import UserError
 
-LIMIT_S = 120.0
+LIMIT_S, BUILD_LIMIT_S = 120.0, 1800.0
+"""Of measuring, and of compiling the kernels before, on a machine that is slow or busy."""
 
 
 def measure(
@@ -22,14 +24,18 @@ def measure(
     measured."""
     asked = {
         "products": list(products), "dtype": dtype, "precision": precision, "device": device, "threads": threads_of(machine), "kernels": machine.kernels,
+        "limit_s": LIMIT_S,
     }  # fmt: skip
     command = [sys.executable, "-m", "tandem.kernels.measure"]
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False,
-                              env={**os.environ, **(environment or {})})  # fmt: skip
-        answer = json.loads(done.stdout.splitlines()[-1])
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=BUILD_LIMIT_S + LIMIT_S,
+                              check=False, env={**os.environ, **(environment or {})})  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise UserError(f"matrix products of the model took more than {LIMIT_S:.0f} s") from None
+        raise UserError(f"the kernels were not built after {BUILD_LIMIT_S:.0f} s") from None
+    if done.returncode == -signal.SIGALRM:
+        raise UserError(f"matrix products of the model took more than {LIMIT_S:.0f} s")
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise UserError((done.stderr.strip().splitlines() or ["the process that measures was killed"])[-1]) from None
     seconds, cpu = (dict(zip(products, answer[name], strict=True)) for name in ("seconds", "cpu_seconds"))

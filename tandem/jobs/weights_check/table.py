@@ -8,9 +8,10 @@ from tandem.jobs.weights_check.layouts import LayoutPair, SleepLevel
 from tandem.layout.parameters import parameter_count
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import available_bytes
+from tandem.storage.disk_space import free_bytes
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.weight_transfer.manifest import segment_bytes
-from tandem.weight_transfer.shared_memory import FOLDER, free_bytes
+from tandem.weight_transfer.shared_memory import FOLDER
 
 TRAINERS = (
     "", "data=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3", "context=2", "tensor=2", "tensor=2,deterministic=false", "pipeline=2",
@@ -45,6 +46,6 @@ def why_not_held(recipe: Recipe, shapes: ModelShapes) -> str:
     needed = processes * TRAINING_PROCESS_BYTES + numbers * (recipe.parallel.world * (2 * itemsize + 8) + recipe.rollout.workers * 2 * itemsize) + segments
     if needed > (most := available_bytes(0.0)):
         return f"needs about {needed / 2**30:.1f} GiB of memory in {processes} processes, and {most / 2**30:.1f} GiB are available"
-    if segments > (free := free_bytes()):
+    if segments > (free := free_bytes(FOLDER)):
         return f"needs {segments / 2**20:,.0f} MiB in {FOLDER}, which has {free / 2**20:,.0f} MiB free"
     return ""

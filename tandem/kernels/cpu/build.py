@@ -2,14 +2,18 @@
 
 A library is named by its inputs: the sources, the compiler's version and the instruction set. Its file ends with the SHA-256 of the rest,
 because loading a damaged library would crash the process instead of raising. Builders write to a directory of their own and rename the
-result into place, so any number may build at once.
+result into place, so any number may build at once, on machines that share the directory; on one machine, where that would take each of them
+as many times as long, one builds and the others wait for it.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.runtime.process.temporary import temporary_folder
@@ -36,13 +40,26 @@ def built_library(compiler: str, directory: Path) -> Path:
     if not is_intact(path):
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with temporary_folder(directory, "building") as scratch:
-                built = _build(program, scratch)
-                built.replace(path)
+            with _one_builder(directory):
+                if not is_intact(path):
+                    with temporary_folder(directory, "building") as scratch:
+                        built = _build(program, scratch)
+                        built.replace(path)
         except OSError as error:
             reason = f"cannot write to {directory} ({error.strerror})"
             raise UserError(f"kernels cpu: {reason}; make it writable, or use kernels reference") from error
     return path
+
+
+@contextmanager
+def _one_builder(directory: Path) -> Iterator[None]:
+    """Waits until no other process of this machine builds in ``directory``; one that is killed no longer does."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_intact(path: Path) -> bool:

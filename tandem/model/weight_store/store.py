@@ -23,6 +23,7 @@ from typing import IO, Any
 from tandem.model.weight_store.download import Progress, fetch, file_xxh3
 from tandem.model.weight_store.manifest import NAME, Manifest, read_manifest
 from tandem.model.weight_store.objects import RemoteFile, RemoteFolder
+from tandem.storage.disk_space import free_bytes
 from tandem.types import RunError, UserError
 
 WAIT_S = 0.1
@@ -159,7 +160,7 @@ class WeightStore:
         sizes = {path: _reserved(path) for path in others}
         for path in others:
             within = not self._max_bytes or sum(sizes.values()) + need <= self._max_bytes
-            if within and shutil.disk_usage(self.directory).free >= missing:
+            if within and free_bytes(self.directory) >= missing:
                 return
             if self._evict(path):
                 del sizes[path]
@@ -168,7 +169,7 @@ class WeightStore:
                 f"the weight cache may hold {self._max_bytes} bytes; '{manifest.url}' needs {need} and models in use "
                 f"have {sum(sizes.values())}: raise its size"
             )
-        if shutil.disk_usage(self.directory).free < missing:
+        if free_bytes(self.directory) < missing:
             raise _no_room(manifest.url, need, self.directory)
 
     def _evict(self, entry: Path) -> bool:
@@ -253,7 +254,7 @@ def _last_used(entry: Path) -> int:
 
 
 def _no_room(url: str, need: int, directory: Path) -> UserError:
-    free = shutil.disk_usage(directory).free
+    free = free_bytes(directory)
     return UserError(
         f"no space left for '{url}' ({need / 2**20:.0f} MiB) in the weight cache '{directory}' ({free / 2**20:.0f} MiB free); "
         "free some space or name another folder"

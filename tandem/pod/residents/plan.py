@@ -1,6 +1,5 @@
 """Chooses the plan of a pod's residents before anything starts: the loosest one that fits in the budgets of device, memory and disk."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from tandem.layout.residents import PLANS, Phase, PlanName, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import describe_gpus, least_room, pod_device
+from tandem.storage.disk_space import free_bytes
 from tandem.types import RunError
 
 GIB, MIB = 2**30, 2**20
@@ -317,10 +317,3 @@ def choose(
         f"this run needs {lacking}, under plan {least.name}, the one that needs least; what would fit: {' and '.join(wanted)}{other}, "
         f"or {FIX}"
     )
-
-
-def free_bytes(folder: Path) -> int:
-    """Returns the bytes that are free on the disk of ``folder``, which need not exist yet."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    total, _, free = shutil.disk_usage(existing)
-    return free if total else 2**63

@@ -6,7 +6,6 @@ renames the folder to its final name. A process that dies at any point leaves ea
 readers ignore.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint
 from tandem.storage.digests import CHUNK_BYTES, best_algorithm, bytes_digest
+from tandem.storage.disk_space import free_bytes
 from tandem.storage.folder_manifest import sync_path
 from tandem.trainer.checkpoint.format.commit import FULL, MARKER
 from tandem.trainer.checkpoint.format.manifest import (
@@ -157,7 +157,6 @@ def _line(error: OSError, folder: Path) -> str:
     if error.errno in FULL:
         free = 0.0
         with suppress(OSError):
-            status = os.statvfs(folder)
-            free = status.f_bavail * status.f_frsize / 2**20
+            free = free_bytes(folder) / 2**20
         return f"no space left in '{folder}' ({free:.0f} MiB free); free some space and resume, what was committed before is untouched"
     return f"'{error.filename or folder}': {error.strerror or error}; what was committed before is untouched"

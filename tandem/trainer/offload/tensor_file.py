@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.machine.tensor_bytes import bytes_view
-from tandem.storage.reserved_space import reserve
+from tandem.storage.disk_space import reserve
 from tandem.types import RunError
 
 

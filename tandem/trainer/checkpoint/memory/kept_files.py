@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.storage.disk_space import reserve
 from tandem.storage.folder_manifest import replace_file
-from tandem.storage.reserved_space import reserve
 from tandem.trainer.checkpoint.format.commit import MARKER, discard, sweep
 from tandem.types import RunError
 

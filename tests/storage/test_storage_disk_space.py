@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.storage.reserved_space import reserve
+from tandem.storage.disk_space import free_bytes, reserve
 
 
 def allocated(file: Path) -> int:
@@ -25,6 +25,12 @@ def test_a_file_grows_to_all_that_is_left_and_no_further(small_disk: Callable[[s
     assert raised.value.errno == errno.ENOSPC and os.statvfs(disk).f_bavail == 0
 
 
+def test_a_folder_that_is_not_there_yet_has_the_room_of_its_disk(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("256k")
+    (disk / "file").write_bytes(bytes(100_000))
+    assert free_bytes(disk / "a" / "b") == free_bytes(disk) == (1 << 18) - allocated(disk / "file")
+
+
 def test_the_disk_is_never_asked_for_more_than_it_has(small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     disk, asked = small_disk("256k"), list[int]()
     monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: asked.append(size))
@@ -39,7 +45,7 @@ def test_the_disk_is_never_asked_for_more_than_it_has(small_disk: Callable[[str]
 
 def test_a_file_system_without_a_limit_has_room(small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("0")
-    assert os.statvfs(disk).f_blocks == 0
+    assert os.statvfs(disk).f_blocks == 0 and free_bytes(disk) == 2**63
     with (disk / "file").open("wb") as file:
         reserve(file.fileno(), 1 << 20)
     assert allocated(disk / "file") == 1 << 20
