@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
+from tandem.storage.disk_space import free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class EtcdPlaces:
     def trouble(self) -> str:
         """Returns that the disk is full, in words; empty where it is not."""
         try:
-            free = shutil.disk_usage(self.data.parent).free
+            # A folder that is not there any more is named, and does not have the room of the one above.
+            self.data.parent.stat()
+            free = free_bytes(self.data.parent)
         except OSError as error:
             return f"{self.data.parent.parent}: {error.strerror or error}"
         if free >= _FULL_BYTES:
@@ -75,7 +78,7 @@ class EtcdPlaces:
         with_room = []
         for place, least in needed:
             with contextlib.suppress(OSError):
-                if os.access(place, os.W_OK) and shutil.disk_usage(place).free >= least:
+                if os.access(place, os.W_OK) and free_bytes(place) >= least:
                     with_room.append(place)
         return with_room
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_an_etcd_whose_disk_is_full_goes_on_elsewhere_with_what_it_had_and_one_w
             "then resume the run"
         ]
         assert [path.name for disk in disks for path in disk.iterdir()] == ["fill", "fill"], "nothing is left behind"
+
+
+def test_a_disk_without_a_limit_has_room_for_etcd_until_its_folder_is_removed(small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = small_disk("0")
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    with contextlib.closing(etcd_places.EtcdPlaces(None)) as places:
+        data = places.begin()
+        assert data.is_relative_to(disk) and places.trouble() == "" == places.move()
+        data.parent.rmdir()
+        assert places.trouble() == f"{disk}: No such file or directory"
 
 
 def fill_and_kill(disk: Path) -> None:

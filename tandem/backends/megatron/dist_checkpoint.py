@@ -48,7 +48,7 @@ class WholeModel:
             raise UserError(f"the model has {lacking}, which Megatron-Core's layers are not built for here; convert with --to megatron")
         ranks = alone("cpu")
         connect(ranks, dist.HashStore(), TIMEOUT_S)
-        self.shapes, self.dtype = shapes, dtype
+        self.shapes = shapes
         # Norms are made in fp32. Training has them in the dtype of the other weights, and routers' biases in fp32.
         self.network = build_gpt(shapes, transformer_config(shapes, ranks, dtype, ParallelConfig())).to(dtype)
         keep_biases([self.network])
